@@ -17,7 +17,7 @@ from test_loops import file_of, predicted_and_compared, typical_step
 from test_opportunities import priced_changes, raw_events
 
 from tracereader.figures.hardware import common_peaks
-from tracereader.findings import inference_changes
+from tracereader.findings import cpu_changes, inference_changes
 from tracereader.findings.gpu_changes import BANDWIDTH
 
 AGAIN, EACH_STEP = "generation/all_tokens_again", "generation/a_token_per_step"
@@ -245,3 +245,20 @@ def with_an_update_between(events):
 @pytest.mark.parametrize("edit", [over_a_dimension, with_an_update_between])
 def test_other_norms_stay_one_by_one(tmp_path, edit):
     assert "norms_at_once" not in priced_changes(edited(file_of("norms/one_by_one"), tmp_path, edit))
+
+
+@pytest.mark.parametrize(("left", "at_once"), [(8, True), (7, False)])
+def test_many_values_are_told_to_be_read_at_once(tmp_path, left, at_once):
+    """Only so many reads of a step are left; the others do not wait."""
+
+    def of_fewer_reads(events):
+        for mark in raw_steps(events):
+            for op in ops_of(events, mark, "aten::item")[left:]:
+                for e in events:
+                    if e.get("cat") in ("cpu_op", "cuda_runtime") and op["ts"] <= e["ts"] < end(op):
+                        e["name"] = "aten::other" if e["cat"] == "cpu_op" else "cudaMemcpyAsync"
+
+    file = edited(file_of("norms/one_by_one"), tmp_path, of_fewer_reads)
+    one = cpu_changes.remove_sync(case_of(file))
+    assert f"aten::item {left} times" in one.evidence
+    assert ("torch.stack" in one.how) == at_once

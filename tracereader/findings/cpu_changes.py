@@ -59,6 +59,7 @@ FIRST_GRADIENT = "aten::ones_like"
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+MANY_READS = 8  # so many values in a step are worth to be collected
 # Ops that wait for the GPU only to report an error, and torch's variants that do not (torch.linalg's documentation).
 CHECKS_ERRORS = {
     "aten::linalg_cholesky": "cholesky_ex",
@@ -131,7 +132,9 @@ def remove_sync(case: Case) -> Proposal | None:
     how += [f"torch.linalg.{name}, which does not check for errors" for name in unchecked]
     others = [op for op in calls if waits_in(op) not in CHECKS_ERRORS]
     if not choose and len(by_program) < len(others):
-        how.append("keep the value on the GPU, or read it some steps later")
+        reads = sum(name in READ_A_VALUE for name in once.values())
+        together = "collect the values on the GPU and read them at once (torch.stack), or read them some steps later"
+        how.append(together if reads >= MANY_READS else "keep the value on the GPU, or read it some steps later")
     return Proposal(
         without_ops(without_waits(case.graph, calls), read),
         f"the CPU waits for the GPU in each step: {each}",

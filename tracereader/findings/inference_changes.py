@@ -15,6 +15,7 @@ from tracereader.trace import Op, Work
 
 # A cache of one layer appends a key and a value with a launch each.
 APPENDS = 2
+STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 
 
 def kv_cache(case: Case) -> Proposal | None:
@@ -38,13 +39,14 @@ def static_cache(case: Case) -> Proposal | None:
     if keys := case.growing_keys:
         attending = (op for step in case.steps for op in attention_calls(step))
         calls, graph = [op for op in attending if queries_and_keys(op)[0] == 1], case.graph
+        how = f'generate(…, cache_implementation="static"), or {STATIC}'
         seen = (
             f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
             "with each token"
         )
     elif case.recomputed_tokens:
         calls, graph = _calls_with_a_cache(case), with_durations(case.graph, case.in_all_steps(_of_new_tokens(case)))
-        seen = _computes_again(case.recomputed_tokens)
+        seen, how = _computes_again(case.recomputed_tokens), f"pass only the new token, with {STATIC}"
     else:
         return None
     runs, captured, _ = long_runs(case, {id(op) for call in calls for op in (call, *call.above())})
@@ -53,7 +55,7 @@ def static_cache(case: Case) -> Proposal | None:
     return Proposal(
         as_cuda_graph(graph, runs),
         f"{seen}; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
-        'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
+        how,
         assumed=True,  # attention also reads the empty part of the cache
     )
 
