@@ -52,9 +52,9 @@ ASSUMES = {
     f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
     f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",
     "update_graph": "as `cuda_graph`; the code computes with no numbers of Python that change from step to step",
-    "kv_cache": "a model is causal; for one token, an activity whose sizes grow with the tokens takes its share of the "
-    f"time, a product at least {gpu.SMALL_PRODUCT_US:g} µs and the time of its weight at {gpu.BANDWIDTH:.0%} of the "
-    f"memory bandwidth, any other at least {gpu.LEAST_KERNEL_US:g} µs; each call of attention takes the CPU "
+    "kv_cache": "the model is causal; of an activity whose sizes grow with the tokens, one token's share of the time "
+    f"is left: of a product at least {gpu.SMALL_PRODUCT_US:g} µs and the time of its weight at {gpu.BANDWIDTH:.0%} of "
+    f"the memory bandwidth, of any other at least {gpu.LEAST_KERNEL_US:g} µs; each call of attention takes the CPU "
     f"{inference.APPENDS} launches more",
     "merge_adapters": "the adapters do not change between the steps",
     "static_cache": "as `cuda_graph` (and as `kv_cache` without a cache); "

@@ -62,6 +62,24 @@ def test_an_adapter_is_two_products_of_a_small_rank_and_what_adds_them(name):
     assert ms(spent) == pytest.approx(sum(e["dur"] for e in launched_in(events, mark, spared)) / 1e3, rel=0.02)
 
 
+def with_a_weight_that_is_not_transposed(events):
+    """transformers' Conv1D, as GPT-2 has, makes one dimension of all rows first."""
+    for e in events:
+        dims = e.get("args", {}).get("Input Dims")
+        if e["name"] == "aten::linear" and 16 not in dims[1]:
+            e["name"], e["args"]["Input Dims"] = "aten::addmm", [[dims[1][0]], dims[0], dims[1][::-1], [], []]
+        elif dims and dims[0] and dims[0][0] == 16384:
+            e["args"]["Input Dims"] = [[4, 4096, *dim[1:]] if dim[:1] == [16384] else dim for dim in dims]
+
+
+def test_the_layer_may_be_a_product_with_a_bias(tmp_path):
+    usual, other = (
+        priced_changes(file)["merge_adapters"]
+        for file in (file_of(MANY_ROWS), edited(file_of(MANY_ROWS), tmp_path, with_a_weight_that_is_not_transposed))
+    )
+    assert usual.evidence == other.evidence and usual.step_us_after == other.step_us_after
+
+
 def with_a_nonlinearity(events):
     """A function between the two products, as in other adapters, cannot be merged."""
     for e in events:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +25,7 @@ DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten
 COPYING = ("aten::copy_", "aten::_to_copy", "aten::to")
 # What adds a low-rank adapter's result to its layer's, the products of both, and what else an adapter may do. peft's
 # ranks are 8 to 64 by default and in its examples; a product of a rank that is not small saves little arithmetic.
-ADDS, LINEAR = ("aten::add", "aten::add_"), ("aten::linear", "aten::matmul")
+ADDS, LINEAR = ("aten::add", "aten::add_"), ("aten::linear", "aten::matmul", "aten::addmm")
 BESIDE_ADAPTERS = ("aten::mul", "aten::mul_", "aten::div", "aten::to", "aten::dropout", "aten::view", "aten::reshape")
 LARGEST_RANK, LOWER = 256, 4
 # Activations of fewer bytes are not offloaded. Some ops copy small inputs to the CPU, such as the lengths of ctc_loss.
@@ -35,7 +36,12 @@ OFFLOADED_BYTES = 1 << 20
 CUDNN_ATTENTION, PLAN_US = "_cudnn_attention", 5_000
 
 
-_Linear = tuple[list[int], list[int]]  # the sizes of a product's input and of its result
+class _Linear(NamedTuple):
+    """The sizes of a product with a weight: the rows and columns of its input, and the columns of its result."""
+
+    rows: int
+    inputs: int
+    outputs: int
 
 
 class HiddenCopy(msgspec.Struct, frozen=True):
@@ -128,41 +134,48 @@ def adapters(step: Step) -> list[tuple[Op, list[Op]]]:
     """
     found, tops = [], [op for op in step.outermost if op.kind == "op"]
     for place, op in enumerate(tops):
-        if op.name not in ADDS or len(added := op.inputs.dims[:2]) < 2 or added[0] != added[1]:
+        added = op.inputs.dims[:2] if op.name in ADDS else []
+        if len(added) < 2 or added[0] != added[1] or len(products := _products_before(tops, place)) < 3:
             continue
-        products: list[int] = []
-        for before in range(place - 1, -1, -1):
-            if tops[before].name in LINEAR:
-                products.append(before)
-            elif tops[before].name not in BESIDE_ADAPTERS:
-                break
-            if len(products) == 3:
-                last, middle, first = products
-                for layer, down, up in ((first, middle, last), (last, first, middle)):
-                    if _adapts(*(_linear(tops[one]) for one in (layer, down, up)), added[0]):
-                        spared = [one for one in tops[first : place + 1] if one is not tops[layer]]
-                        found.append((tops[layer], spared))
-                        break
+        first, middle, last = products
+        sizes, elements = {one: _linear(tops[one]) for one in products}, math.prod(added[0])
+        for layer, down, up in ((first, middle, last), (last, first, middle)):
+            if _adapts(sizes[layer], sizes[down], sizes[up], elements):
+                found.append((tops[layer], [one for one in tops[first : place + 1] if one is not tops[layer]]))
                 break
     return found
 
 
+def _products_before(tops: Sequence[Op], place: int) -> list[int]:
+    """Return the places of the last three products before this place, with only what an adapter does between them."""
+    found: list[int] = []
+    while place > 0 and len(found) < 3:
+        place -= 1
+        if tops[place].name in LINEAR:
+            found.insert(0, place)
+        elif tops[place].name not in BESIDE_ADAPTERS:
+            break
+    return found
+
+
 def _linear(op: Op) -> _Linear | None:
-    """Return the sizes of the input and of the result of a product with a weight; None if it is none."""
-    dims = op.inputs.dims[:2]
+    """Return the sizes of a product with a weight; None if it is none."""
+    dims = op.inputs.dims[op.name == "aten::addmm" :][:2]  # its bias comes first
     if len(dims) < 2 or len(dims[1]) != 2:
         return None
-    size, columns = reversed(dims[1]) if op.name == "aten::linear" else dims[1]
-    return (dims[0], [*dims[0][:-1], columns]) if dims[0][-1] == size else None
+    *rows, size = dims[0]
+    inputs, outputs = reversed(dims[1]) if op.name == "aten::linear" else dims[1]
+    return _Linear(math.prod(rows), inputs, outputs) if size == inputs else None
 
 
-def _adapts(layer: _Linear | None, down: _Linear | None, up: _Linear | None, result: list[int]) -> bool:
-    """Return whether the products, as sizes of inputs and results, are a layer's and its low-rank adapter's."""
-    if None in (layer, down, up):
+def _adapts(layer: _Linear | None, down: _Linear | None, up: _Linear | None, elements: int) -> bool:
+    """Return whether the products are a layer's and its low-rank adapter's. elements: of the sum of both results."""
+    if layer is None or down is None or up is None:
         return False
-    rank = down[1][-1]
-    of_low_rank = rank <= LARGEST_RANK and LOWER * rank <= min(layer[0][-1], layer[1][-1])
-    return of_low_rank and down[0] == layer[0] and up == (down[1], result) and layer[1] == result
+    rank = down.outputs
+    is_low = rank <= LARGEST_RANK and LOWER * rank <= min(layer.inputs, layer.outputs)
+    same = down == (layer.rows, layer.inputs, rank) and up == (layer.rows, rank, layer.outputs)
+    return is_low and same and elements == layer.rows * layer.outputs
 
 
 def offloading(step: Step) -> list[Op]:
