@@ -1,4 +1,4 @@
-"""Low-rank adapters, generation that computes all tokens again, and norms of many tensors. The traces are of an H100.
+"""Low-rank adapters, generation that recomputes all tokens, and norms of many tensors. The traces are of an H100.
 
 Without the profiler the steps took: adapters (8 layers of 512 rows) 1.6 ms apart and 0.43 merged, with 16,384 rows 3.74
 and 2.01; generation of 6 tokens 19.1 (its step is limited by the CPU) and 15.8 with a cache; norms of 36 tensors 9.4 to
@@ -20,7 +20,7 @@ from tracereader.figures.hardware import common_peaks
 from tracereader.findings import cpu_changes, inference_changes
 from tracereader.findings.gpu_changes import BANDWIDTH
 
-AGAIN, EACH_STEP = "generation/all_tokens_again", "generation/a_token_per_step"
+AGAIN, EACH_STEP = "generation/recomputed", "generation/a_token_per_step"
 APART, MANY_ROWS = "adapters/apart", "adapters/many_rows_apart"
 
 
@@ -168,7 +168,7 @@ def test_each_call_of_attention_with_a_cache_takes_two_launches_more():
     assert added / 1e3 == pytest.approx(3 * passes * layers * 2 * case.launch_us, rel=0.01)
 
 
-def test_tokens_that_are_computed_again_are_told_to_use_a_static_cache():
+def test_tokens_that_are_recomputed_are_told_to_use_a_static_cache():
     events, mark = typical_step(AGAIN)
     one = priced_changes(file_of(AGAIN))["static_cache"]
     least, most, launches = re.search(r"from (\d+) to (\d+); .* ([\d,]+) launches can", one.evidence).groups()
@@ -222,13 +222,13 @@ def without_shapes(events):
     [of_lengths(lambda n: 768 + 2 * (n - 768)), of_lengths(lambda n: 768), with_other_keys, without_shapes],
     ids=["by two", "the same", "other keys", "no shapes"],
 )
-def test_only_passes_that_each_have_one_token_more_compute_tokens_again(tmp_path, edit):
+def test_only_passes_that_each_have_one_token_more_recompute_tokens(tmp_path, edit):
     case = case_of(edited(file_of(AGAIN), tmp_path, edit))
     assert case.recomputed_tokens is None
     assert inference_changes.kv_cache(case) is None and inference_changes.static_cache(case) is None
 
 
-def test_a_growing_cache_and_training_compute_no_tokens_again(tmp_path):
+def test_a_growing_cache_and_training_recompute_no_tokens(tmp_path):
     assert case_of(file_of("generation/cached")).recomputed_tokens is None
     assert case_of(edited(file_of(AGAIN), tmp_path, in_training)).recomputed_tokens is None
 

@@ -131,7 +131,7 @@ def passes(steps: Iterable[Step]) -> list[Pass]:
 
 
 def recomputed_tokens(some: Sequence[Pass]) -> tuple[int, int] | None:
-    """Return the fewest and the most tokens of a pass, if each pass computes all tokens again and one more.
+    """Return the fewest and the most tokens of a pass, if each pass recomputes all tokens and has one more.
 
     A pass with no more tokens than the first one starts a new sequence. The first and the last pass may have fewer
     calls, because the recording may begin or end inside them. None for fewer than MANY_PASSES passes.

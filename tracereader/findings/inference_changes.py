@@ -19,14 +19,14 @@ STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 
 
 def kv_cache(case: Case) -> Proposal | None:
-    """Propose to keep keys and values where each pass through the model computes all tokens again for a new one."""
+    """Propose to keep keys and values where each pass through the model recomputes all tokens for a new one."""
     if case.recomputed_tokens is None:
         return None
     appended = [(op.track, op.start, APPENDS * case.launch_us) for op in _calls_with_a_cache(case)]
     times = _of_new_tokens(case)
     return Proposal(
         with_cpu_time(with_durations(case.graph, case.in_all_steps(times)), appended),
-        f"{_computes_again(case.recomputed_tokens)}: {duration(sum(work.us for work in times))} of GPU work",
+        f"{_recomputes(case.recomputed_tokens)}: {duration(sum(work.us for work in times))} of GPU work",
         "keep the keys and values of earlier tokens and pass only the new one (use_cache=True in transformers)",
         assumed=True,
     )
@@ -46,7 +46,7 @@ def static_cache(case: Case) -> Proposal | None:
         )
     elif case.recomputed_tokens:
         calls, graph = _calls_with_a_cache(case), with_durations(case.graph, case.in_all_steps(_of_new_tokens(case)))
-        seen, how = _computes_again(case.recomputed_tokens), f"pass only the new token, with {STATIC}"
+        seen, how = _recomputes(case.recomputed_tokens), f"pass only the new token, with {STATIC}"
     else:
         return None
     runs, captured, _ = long_runs(case, {id(op) for call in calls for op in (call, *call.above())})
@@ -60,10 +60,9 @@ def static_cache(case: Case) -> Proposal | None:
     )
 
 
-def _computes_again(tokens: tuple[int, int]) -> str:
-    return (
-        f"each pass through the model computes all tokens again and one more, here from {tokens[0]:,} to {tokens[1]:,}"
-    )
+def _recomputes(tokens: tuple[int, int]) -> str:
+    least, most = tokens
+    return f"each pass through the model recomputes all tokens and has one more, here from {least:,} to {most:,}"
 
 
 def _calls_with_a_cache(case: Case) -> list[Op]:

@@ -250,7 +250,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def recomputed_tokens(self) -> tuple[int, int] | None:
-        """Return the fewest and the most tokens that a pass computes again: see recomputed_tokens()."""
+        """Return the fewest and the most tokens that a pass recomputes: see recomputed_tokens()."""
         return None if self.trace.trains else recomputed_tokens(passes(self.compared))
 
     @cached_property
