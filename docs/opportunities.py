@@ -145,7 +145,7 @@ CPU_ONLY_ASSUMES = {
     f"{cpu_only.LEAST_KEYS} keys ({cpu_only.LEAST_KEYS_IN_TRAINING} in training) it is not proposed",
     "data_loader": "one worker takes as long for a batch as the main process, and one more halves the step at most; "
     "cores are idle",
-} | {name: ASSUMES[name] for name in ("mask_once", "recompile", "skip_guards", "anomaly_detection", "filled_memory")}
+} | {name: ASSUMES[name] for name in cpu_only.ALSO_HERE if name != "data_loader"}
 
 # Steps before and after a change, of the recorded pairs and of the ladder's climbs.
 PAIRS = (
@@ -203,7 +203,7 @@ CPU_ONLY_PAIRS = tuple(
     for before, after in (
         ("attention_naive", "attention_sdpa"), ("attention_trained_naive", "attention_trained_sdpa"),
         ("adamw_forloop", "adamw_fused"), ("anomaly_on", "anomaly_off"), ("mask_each_step", "mask_once"),
-        ("loader_inline", "loader_worker"),
+        ("loader_inline", "loader_worker"), ("adapters_apart", "adapters_merged"),
     )
 )  # fmt: skip
 

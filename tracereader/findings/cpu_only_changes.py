@@ -16,6 +16,7 @@ from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import how_to_fuse
+from tracereader.findings.inference_changes import INFERENCE_CHANGES
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import spans_of, without_cpu_time
 from tracereader.trace import Op, Step
@@ -118,9 +119,21 @@ def _backward_of(case: Case, forward: Sequence[Op]) -> list[Op]:
 # Changes that remove the same calls with and without a GPU. These are left out: "python", because a pause between ops
 # may be the time in which memory of a large tensor is given back; "no_gradients", because new gradients need new memory
 # in each step (12 layers of 1,024 x 1,024 took 47 ms instead of 33); and "in_place" (82 ms with and without the clone).
-ALSO_HERE = ("data_loader", "mask_once", "recompile", "skip_guards", "anomaly_detection", "filled_memory")
+ALSO_HERE = (
+    "data_loader",
+    "mask_once",
+    "recompile",
+    "skip_guards",
+    "anomaly_detection",
+    "filled_memory",
+    "merge_adapters",
+)
 CPU_ONLY_CHANGES = (
     Change("fused_optimizer", "use the fused optimizer", fused_optimizer),
     Change("fused_attention", "use a fused attention kernel", fused_attention),
-    *(one for one in (*CPU_CHANGES, *AVOIDABLE_CHANGES, *DEBUGGING_CHANGES) if one.name in ALSO_HERE),
+    *(
+        one
+        for one in (*CPU_CHANGES, *AVOIDABLE_CHANGES, *INFERENCE_CHANGES, *DEBUGGING_CHANGES)
+        if one.name in ALSO_HERE
+    ),
 )

@@ -118,11 +118,14 @@ def merge_adapters(case: Case) -> Proposal | None:
     found = [one for some in merged for one in some]
     spans = [(layer.track, layer.end, ops[-1].end) for layer, ops in found]
     spans += [(layer.track, ops[0].start, layer.start) for layer, ops in found if ops[0].start < layer.start]
-    us = sum(one.us for _, ops in typical for op in ops for one in op.work_below())
+    spared = [op for _, ops in typical for op in ops]
+    if case.trace.work:
+        spent = f"{duration(sum(one.us for op in spared for one in op.work_below()))} of GPU work"
+    else:
+        spent = f"{duration(sum(op.us for op in spared))} of the step"
     return Proposal(
         without_ops(without_cpu_time(case.graph, spans), [op for _, ops in found for op in ops]),
-        f"{counted(len(typical), 'layer has', 'layers have')} a low-rank adapter beside the weight: "
-        f"{duration(us)} of GPU work",
+        f"{counted(len(typical), 'layer has', 'layers have')} a low-rank adapter beside the weight: {spent}",
         "merge the adapters once before the steps: merge_and_unload() in peft, or weight += scale * b @ a",
     )
 

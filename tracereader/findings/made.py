@@ -319,11 +319,12 @@ def _kv_cache(before: Side, after: Side) -> bool:
 
 
 def _merge_adapters(before: Side, after: Side) -> bool:
-    """Products of a small rank are gone, and the number of all other products is the same."""
-    was, now = ([one.product for one in _single_products(side)] for side in (before, after))
-    of_rank, others = ([one for one in was if _is_of_rank(one) == low] for low in (True, False))
-    gone = sum(map(_is_of_rank, now)) <= LEFT * len(of_rank) and bool(of_rank)
-    return gone and Counter(others) == Counter(one for one in now if not _is_of_rank(one))
+    """Products of a small rank are gone, and the number and sizes of all other products are the same."""
+    some = [_single_products(side) if _on_the_gpu(before, after) else side.summary.cpu.work for side in (before, after)]
+    was, now = (Counter(one.product for one in each if one.product and one.product.batch == 1) for each in some)
+    of_rank, left = (sum(count for one, count in each.items() if _is_of_rank(one)) for each in (was, now))
+    others = [{one: count for one, count in each.items() if not _is_of_rank(one)} for each in (was, now)]
+    return left <= LEFT * of_rank and left < of_rank and others[0] == others[1]
 
 
 def _is_of_rank(one: Product) -> bool:
