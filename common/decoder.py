@@ -202,15 +202,18 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     return joined
 
 
-def _merged_attention(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **others):
+def _merged_attention(
+    self, hidden_states, position_embeddings, attention_mask, cache=None, past_key_values=None, **others
+):
+    cache = past_key_values if cache is None else cache  # its name before transformers 5.24
     shape = hidden_states.shape[:-1]
     widths = [linear.out_features for linear in (self.q_proj, self.k_proj, self.v_proj)]
     parts = (part.view(*shape, -1, self.head_dim) for part in self.qkv_proj(hidden_states).split(widths, dim=-1))
     query, key, value = parts
     query, key, value = (one.transpose(1, 2) for one in (self.q_norm(query), self.k_norm(key), value))
     query, key = qwen3.apply_rotary_pos_emb(query, key, *position_embeddings)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, qwen3.eager_attention_forward)
     out, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **others)
     return self.o_proj(out.reshape(*shape, -1)), None

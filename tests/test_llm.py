@@ -82,6 +82,26 @@ def test_merged_and_compiled_matches_eager(decode):
     assert calls(document, "aten::mm") == 3 * (4 * SMALL["num_hidden_layers"] + 1)
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_merged_attention_knows_the_cache_by_both_of_its_names(name):
+    """transformers 5.24 renamed past_key_values to cache, and layers pass it on by that name."""
+    from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+    from common.decoder import merge
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).eval()
+    attention, hidden = model.model.layers[0].self_attn, torch.randn(1, 3, SMALL["hidden_size"])
+    positions = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        separate, _ = attention(hidden, positions, None)
+        merge(model)
+        merged, _ = attention(hidden, positions, None, **{name: cache})
+    assert torch.allclose(merged, separate, atol=1e-5)
+    assert cache.get_seq_length() == 3
+
+
 def test_the_trace_stores_the_bytes_that_a_step_reads(decode):
     facts = decode("--batch", "3")["lesson"]["facts"]["decoding"]
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16  # q, k, v; o; gate, up, down; norms
