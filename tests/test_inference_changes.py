@@ -20,6 +20,7 @@ from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.figures.attention import growing_keys
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings import cpu_changes, inference_changes
 from tracereader.findings.gpu_changes import BANDWIDTH
@@ -303,3 +304,37 @@ def test_many_values_are_told_to_be_read_at_once(tmp_path, left, at_once):
     one = cpu_changes.remove_sync(case_of(file))
     assert f"aten::item {left} times" in one.evidence
     assert ("torch.stack" in one.how) == at_once
+
+
+def with_packed_heads(rows):
+    """Return the function that packs pairs of heads into two queries, with a mask of so many rows."""
+
+    def edit(events):
+        for e in events:
+            if e["name"] == "aten::scaled_dot_product_attention" and e["args"]["Input Dims"][0][2] == 1:
+                query, key, _, *others = e["args"]["Input Dims"]
+                batch, heads, _, features = query
+                shared = [batch, heads // 2, key[2], features]
+                mask = [batch, 1, rows, key[2]]
+                e["args"]["Input Dims"] = [[batch, heads // 2, 2, features], shared, shared, mask, *others[1:]]
+
+    return edit
+
+
+@pytest.mark.parametrize(("rows", "grows"), [(1, True), (2, False)])
+def test_heads_that_share_keys_may_be_recorded_as_queries(tmp_path, rows, grows):
+    """transformers 5.24 packs them if there is a mask. A mask of several rows is for several tokens."""
+    usual = case_of(file_of("generation/cached")).growing_keys
+    packed = case_of(edited(file_of("generation/cached"), tmp_path, with_packed_heads(rows)))
+    assert usual is not None and packed.growing_keys == (usual if grows else None)
+
+
+def test_packed_heads_of_transformers_are_one_query():
+    """The trace is of a Qwen3 of transformers 5.24 with padded prompts: two heads share their keys."""
+    file, keys = cpu_only("packed_heads"), []
+    for mark in raw_steps(raw_events(file)):
+        calls, sizes = attention_of(raw_events(file), mark)
+        assert {queries for queries, _ in sizes} == {2} and len({keys for _, keys in sizes}) == 1
+        assert all(e["args"]["Input Dims"][3] == [3, 1, 1, sizes[0][1]] for e in calls)
+        keys.append(sizes[0][1])
+    assert growing_keys(read(file).steps) == (keys[0], keys[-1]) == (9, 12)

@@ -96,12 +96,18 @@ def attention_calls(step: Step) -> list[Op]:
 
 
 def queries_and_keys(op: Op) -> tuple[int, int] | None:
-    """Return the numbers of queries and keys of a call of attention_calls(); None without recorded shapes."""
-    sizes = op.inputs.dims[:2]
+    """Return the numbers of queries and keys of a call of attention_calls(); None without recorded shapes.
+
+    The heads of one query that share their keys may be recorded as several queries: transformers packs them so from
+    5.24 on, if there is a mask. The mask then has a single row.
+    """
+    sizes, mask = op.inputs.dims[:2], op.inputs.dims[3:4]
     sequence = 2 if op.name == SDPA else ATTENTION[op.name][0][2]
     if len(sizes) < 2 or any(len(size) != 4 for size in sizes):
         return None
-    return sizes[0][sequence], sizes[1][sequence]
+    queries, keys = sizes[0][sequence], sizes[1][sequence]
+    is_packed = op.name == SDPA and sizes[0][1] == sizes[1][1] and queries < keys and mask and mask[0][-2:-1] == [1]
+    return 1 if is_packed else queries, keys
 
 
 class Pass(NamedTuple):

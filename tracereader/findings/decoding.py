@@ -257,7 +257,7 @@ def filled_part(summary: Summary) -> tuple[float | None, list[GpuWork]]:
     item = moved // shape.elements
     whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
     filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
-    if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
+    if whole != facts.cache_bytes_allocated or filled > 0.9 or facts.phase != "decode":
         return None, []
     return filled, attending
 
