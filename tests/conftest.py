@@ -99,7 +99,7 @@ def a_committed_trace_is_read_once_for_several_reports():
     from tracereader.show import as_json, comparison, page, report
     from tracereader.show.page import compared
     from tracereader.show.view import View
-    from tracereader.trace import TraceError
+    from tracereader.trace import StepsBy, TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
     references.opened.cache_clear()
@@ -117,7 +117,7 @@ def a_committed_trace_is_read_once_for_several_reports():
         return afresh(path, View(step=step), *limit)
 
     def opened(path, view, limit=DEFAULT_LIMIT, captures=()):
-        if not is_committed(path) or view.steps_by is not None:
+        if not is_committed(path) or view.steps_by is not StepsBy.FOUND:
             return afresh(path, view, limit, captures)
         if (view.step, limit, captures) == (None, DEFAULT_LIMIT, ()):
             with contextlib.suppress(TraceError):  # below it becomes the command's refusal

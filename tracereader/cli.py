@@ -64,6 +64,7 @@ def main(argv=None):
         metavar="ANNOTATION",
         help="count each call of this annotation as a step, for a trace that was recorded without prof.step()",
     )
+    parser.add_argument("--whole", action="store_true", help="count the whole recording as one step")
     parser.add_argument(
         "--ranks",
         action="store_true",
@@ -96,6 +97,8 @@ def main(argv=None):
     sections.add_view_flags(parser)
     args = parser.parse_args(argv)
     sections.by_flag(args)  # refuses conflicting flags at once
+    if args.whole and args.steps is not None:
+        raise BadInput("--whole counts the whole recording as one step: leave out --steps")
     if (args.name is None) == (not args.traces):
         raise BadInput("name a trace, or a kernel with --name")
     if args.name is not None:
@@ -149,8 +152,11 @@ def main(argv=None):
     from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT
+    from tracereader.trace.marks import StepsBy
 
-    view = replace(View.of(args), steps_by=args.steps)
+    view = View.of(args)
+    if args.whole or args.steps is not None:
+        view = replace(view, steps_by=StepsBy.NOTHING if args.whole else args.steps)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
@@ -296,7 +302,7 @@ def _refuse_beside_export(args) -> None:
     from tracereader.show import export
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
-                 "html", "step", "steps", "capture", "rank"):  # fmt: skip
+                 "html", "step", "steps", "whole", "capture", "rank"):  # fmt: skip
         if _is_given(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)
@@ -309,7 +315,8 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     if not all(map(reading.are_ranks, jobs)):
         return False
     # --ranks and --cluster read all traces as one job.
-    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank", "steps")
+    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank", "steps",
+             "whole")  # fmt: skip
     for flag in flags:
         if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
@@ -329,8 +336,9 @@ def _as_ranks(args) -> bool:
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
-    if args.steps is not None:
-        raise BadInput("--steps is for traces of one process: leave it out, or name the trace of one rank")
+    if args.whole or args.steps is not None:
+        flag = "--whole" if args.whole else "--steps"
+        raise BadInput(f"{flag} is for traces of one process: leave it out, or name the trace of one rank")
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
     for flag in ("open", "export"):

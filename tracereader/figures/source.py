@@ -11,12 +11,11 @@ from tracereader.figures.captures import captures
 from tracereader.trace import Op, Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
-from tracereader.trace.labels import LOADER, OPTIMIZER, ZEROES, is_phase, is_torchs_own
+from tracereader.trace.labels import is_phase, is_torchs_own
+from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
-# An annotation with fewer calls may be no loop. Of torch's own annotations, these come once in each step.
-LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
@@ -54,7 +53,9 @@ class Source(msgspec.Struct, frozen=True):
     rank: int | None
     world_size: int | None
     has_steps: bool
-    steps_by: str | None  # the annotation whose calls count as the steps, if one was asked for
+    steps_by: str | None  # the annotation or op whose calls mark the steps, if the profiler's own marks do not
+    steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
+    outside_us: float | None  # of a recording with such steps, the time before and after them
     may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
     shapes_recorded: bool
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
@@ -72,6 +73,8 @@ def source(trace: Trace) -> Source:
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
         steps_by=trace.steps_by,
+        steps_end_with_it=trace.steps_end_with_it,
+        outside_us=_outside_us(trace) if trace.steps_by is not None else None,
         may_be_steps=None if trace.has_steps else _may_be_steps(trace),
         shapes_recorded=trace.has_shapes,
         peak_bytes=_peak_bytes(trace),
@@ -97,6 +100,14 @@ def _may_be_steps(trace: Trace) -> Calls | None:
             (name for name, some in of_user.items() if len(some) == steps), key=lambda name: calls[name][0].start
         )
     return Calls(best, len(calls[best])) if best is not None else None
+
+
+def _outside_us(trace: Trace) -> float:
+    """Return the time (µs) of the recording's CPU slices before the first step and after the last one."""
+    first, last = trace.steps[0].start, trace.steps[-1].end
+    before = max((first - op.start for op in trace.outside), default=0)
+    after = max((op.end - last for op in trace.outside), default=0)
+    return (max(0, before) + max(0, after)) / 1e3
 
 
 def _compute_capability(trace: Trace) -> str | None:

@@ -492,17 +492,29 @@ def first_step_is_wider(summary: Summary) -> Verdict:
 
 
 def by_calls(summary: Summary, step: str = "") -> str:
-    """Return how the steps were told apart, as the end of a sentence, if the calls of an annotation are the steps.
+    """Return how the steps were told apart, as the end of a sentence, if the calls of an annotation mark the steps.
 
     step: " step" where the sentence does not speak of steps.
     """
-    name = summary.source.steps_by
-    if name is None:
+    source = summary.source
+    if source.steps_by is None:
         return ""
-    name = cut(name, LONGEST_NAME) or "''"
+    name = cut(source.steps_by, LONGEST_NAME) or "''"
+    if source.steps_end_with_it:
+        return f", each{step} up to the end of a call of {name}"
     if len(summary.steps) > 1:
         return f", each{step} from a call of {name} to the next"
     return f",{step and ' the step is'} a call of {name}"
+
+
+# A recording's time before and after the steps is reported if it is at least this share of the steps' time.
+MUCH_OUTSIDE = 0.1
+
+
+def outside(summary: Summary) -> str:
+    """Return what the recording has besides the steps, if much of it belongs to no step; else ""."""
+    us, steps_us = summary.source.outside_us, sum(one.cpu_us for one in summary.steps)
+    return f"{duration(us)} of the recording lie outside the steps" if us and us >= MUCH_OUTSIDE * steps_us else ""
 
 
 def _gaps(summary: Summary) -> list[float]:

@@ -236,6 +236,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         count = len(summary.steps)
         words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
         words[-1] += steps.by_calls(summary)
+        words += filter(None, [steps.outside(summary)])
     else:
         words.append(f"no profiler steps: the recording of {step_us} counts as one step")
         calls = summary.source.may_be_steps

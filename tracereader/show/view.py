@@ -7,6 +7,7 @@ import msgspec
 
 from tracereader.command import BadInput
 from tracereader.show import sections
+from tracereader.trace.marks import StepsBy
 
 # A longer table shows this many rows, and the others in one row.
 ROWS = 8
@@ -18,8 +19,8 @@ class View(msgspec.Struct, frozen=True):
     """The content of a report, and its step. step: None for a typical one. only: None for the usual sections.
 
     by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
-    a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: the
-    annotation whose calls count as the steps.
+    a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: what
+    marks the steps, as in read().
     """
 
     only: Sequence[str] | None = None
@@ -28,7 +29,7 @@ class View(msgspec.Struct, frozen=True):
     all: bool = False
     brief: bool = False
     rank: int | None = None
-    steps_by: str | None = None
+    steps_by: str | StepsBy = StepsBy.FOUND
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":

@@ -2,6 +2,7 @@
 
 from tracereader.trace.document import TraceError
 from tracereader.trace.labels import MODULE, STEP
+from tracereader.trace.marks import StepsBy
 from tracereader.trace.tree import (
     Frame,
     Op,
@@ -20,6 +21,6 @@ from tracereader.trace.tree import (
 )
 
 __all__ = [
-    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Samples", "Step", "Sync", "Trace", "TraceError",
-    "Work", "asking_ops", "innermost", "outermost", "read",
+    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Samples", "Step", "StepsBy", "Sync", "Trace",
+    "TraceError", "Work", "asking_ops", "innermost", "outermost", "read",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from tracereader import progress
 from tracereader.trace import families
 from tracereader.trace.document import DEFAULT_LIMIT, in_folder
 from tracereader.trace.kernel_names import decode
+from tracereader.trace.marks import StepsBy
 from tracereader.trace.tree import Op, Recorded, Step, Trace, Work, innermost, read, ties_of
 
 EDGE = re.compile(r"Stream(Begin|End)Capture")
@@ -50,7 +51,7 @@ def read_with_captures(
     captures: Sequence[Path] = (),
     limit: int = DEFAULT_LIMIT,
     show: Callable[[str], None] = progress.nowhere,
-    steps_by: str | None = None,
+    steps_by: str | StepsBy = StepsBy.RECORDED,
 ) -> Trace:
     """Return the trace in a file, with the work of its CUDA graphs tied to the captured calls. Raises TraceError.
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader import progress
+from tracereader.trace import marks as marked
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import (
     DEFAULT_LIMIT,
@@ -35,6 +36,7 @@ from tracereader.trace.document import (
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import AUTOGRAD, LOADER, MODULE, OPTIMIZERS, PHASES, STEP, annotation_of
+from tracereader.trace.marks import Marks, StepsBy
 from tracereader.trace.types import Inputs, inputs_of
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -396,7 +398,8 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     host: str | None  # where it was recorded, if it is known
     steps: tuple[Step, ...]
     has_steps: bool
-    steps_by: str | None  # the annotation whose calls count as the steps, if one was asked for
+    steps_by: str | None  # the annotation or op whose calls mark the steps, if the profiler's own marks do not
+    steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
@@ -430,12 +433,12 @@ def read(
     path: Path,
     limit: int = DEFAULT_LIMIT,
     show: Callable[[str], None] = progress.nowhere,
-    steps_by: str | None = None,
+    steps_by: str | StepsBy = StepsBy.RECORDED,
 ) -> Trace:
     """Return the trace in a file. Raises TraceError.
 
-    limit: the most bytes of unpacked JSON that are read. show: shows what is done next. steps_by: the annotation whose
-    calls count as the steps, in place of the profiler's own marks.
+    limit: the most bytes of unpacked JSON that are read. show: shows what is done next. steps_by: what marks the steps;
+    a text names the annotation whose calls count as the steps, in place of the profiler's own marks.
     """
     with _no_garbage_collection():
         return _built(path, load(path, limit, show), show, steps_by)
@@ -453,7 +456,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | None) -> Trace:
+def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
@@ -532,8 +535,13 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
 
     show("building the call tree")
     facts, marks = document.facts, [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
-    if steps_by is not None:
-        recorded, marks = marks, _marks_of(ops, steps_by, path)
+    by = None
+    if isinstance(steps_by, str):
+        by = marked.named(ops, steps_by, path)
+    elif steps_by is StepsBy.FOUND and not marks and facts == RunFacts():  # a run that stored facts knows its step
+        by = marked.found(ops)
+    if by is not None or steps_by is StepsBy.NOTHING:
+        recorded, marks = marks, _as_slices(by) if by is not None else []
         if recorded and len(recorded) != len(marks):
             facts = of_other_steps(facts)
         # The marks come first, so that a call as long as its step lies inside it.
@@ -572,7 +580,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         host=_host(document.host, path, ops),
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),
-        steps_by=steps_by,
+        steps_by=None if by is None else by.name,
+        steps_end_with_it=by is not None and by.ends_them,
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
@@ -881,39 +890,11 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
 
-def _marks_of(ops: list[Op], name: str, path: Path) -> list[Op]:
-    """Return a mark of a step for each call of an annotation, in order.
-
-    A step lasts until the next call begins, as with prof.step(). The last one lasts as long as its call, or, if calls
-    are less than half of the steps, as long as the thread's ops. Of several threads, the one with the most calls
-    decides. A call inside another one, or one that begins at the same time, is not counted. Raises TraceError.
-    """
-    calls: dict[tuple, list[Op]] = defaultdict(list)
-    for op in ops:
-        if op.kind == "label" and op.name == name:
-            calls[op.track].append(op)
-    if not calls:
-        found = Counter(op.name for op in ops if op.kind == "label" and not op.name.startswith(STEP))
-        known = ", ".join(f"{one[:60]} ({count:,})" for one, count in found.most_common(5))
-        raise TraceError(
-            f"{path}: --steps {name}: the trace has no annotation of this name"
-            + (f"; it has {known}" if known else "; torch.profiler.record_function makes one")
-        )
-    each = sorted(max(calls.values(), key=len), key=lambda op: (op.start, -op.dur))
-    starts, ends = [], []
-    for op in each:
-        if not ends or (op.start >= ends[-1] and op.start > starts[-1]):
-            starts.append(op.start)
-            ends.append(op.end)
-    track, nothing = each[0].track, msgspec.Raw(b"{}")
-    if 2 * sum(end - start for start, end in zip(starts[:-1], ends, strict=False)) < starts[-1] - starts[0]:
-        ends[-1] = max(
-            op.end for op in ops if op.track == track and op.kind != "runtime" and not op.name.startswith(STEP)
-        )
-    ends[:-1] = starts[1:]
+def _as_slices(marks: Marks) -> list[Op]:
+    """Return the slice of each step that an annotation's calls mark, like the profiler's own marks."""
     return [
-        Op(f"{STEP}{number}", "label", start, end - start, track, nothing)
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True), 1)
+        Op(f"{STEP}{number}", "label", start, end - start, marks.track, msgspec.Raw(b"{}"))
+        for number, (start, end) in enumerate(marks.spans, 1)
     ]
 
 

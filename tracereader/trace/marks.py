@@ -1,0 +1,193 @@
+"""The marks of a trace's steps: the profiler's own, or the calls of an annotation that come once in each step."""
+
+import bisect
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tracereader.trace.document import TraceError
+from tracereader.trace.labels import LOADER, OPTIMIZER, STEP, ZEROES
+
+if TYPE_CHECKING:
+    from tracereader.trace.tree import Op
+
+# An annotation with fewer calls may be no loop. Of torch's own annotations, these come once in each step.
+LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
+# The steps of a loop call the same ops. Some may call a few more, for example to log the loss: this share of the inner
+# steps has to be equal, and the others' numbers of ops have to be within these factors of theirs.
+EQUAL_SHARE, FEWER, MORE = 2 / 3, 0.8, 1.25
+# Generation looks up the embedding of the last token once for each new one, which one of these ops then chooses.
+LOOKS_UP_TOKENS, CHOOSE_A_TOKEN = "aten::embedding", ("aten::argmax", "aten::multinomial")
+_start = attrgetter("start")
+
+
+class StepsBy(enum.Enum):
+    """What marks the steps where no annotation is named.
+
+    RECORDED: the profiler's marks; without any, the whole recording is one step. FOUND: the same, but calls of torch's
+    own annotations mark the steps of a loop that was recorded without prof.step(). NOTHING: the whole recording is one
+    step, whatever the profiler marked.
+    """
+
+    RECORDED = enum.auto()
+    FOUND = enum.auto()
+    NOTHING = enum.auto()
+
+
+class Marks(msgspec.Struct, frozen=True):
+    """The steps that calls of one name mark: each step's start and end (ns), in order, and the thread of the calls.
+
+    name: of an annotation or an op. ends_them: whether a step ends with a call. Otherwise it begins with one.
+    """
+
+    name: str
+    spans: Sequence[tuple[int, int]]
+    track: tuple
+    ends_them: bool = False
+
+
+def named(ops: "Sequence[Op]", name: str, path: Path) -> Marks:
+    """Return a step for each call of an annotation.
+
+    A step lasts until the next call begins, as with prof.step(). The last one lasts as long as its call, or, if calls
+    are less than half of the steps, as long as the thread's ops. Of several threads, the one with the most calls
+    decides. A call inside another one, or one that begins at the same time, is not counted. Raises TraceError.
+    """
+    calls: dict[tuple, list[Op]] = defaultdict(list)
+    for op in ops:
+        if op.kind == "label" and op.name == name:
+            calls[op.track].append(op)
+    if not calls:
+        labels = Counter(op.name for op in ops if op.kind == "label" and not op.name.startswith(STEP))
+        known = ", ".join(f"{one[:60]} ({count:,})" for one, count in labels.most_common(5))
+        raise TraceError(
+            f"{path}: --steps {name}: the trace has no annotation of this name"
+            + (f"; it has {known}" if known else "; torch.profiler.record_function makes one")
+        )
+    track = max(calls, key=lambda track: len(calls[track]))
+    spans = _apart(calls[track])
+    starts, last = [start for start, _ in spans], spans[-1][1]
+    if 2 * sum(end - start for start, end in spans[:-1]) < starts[-1] - starts[0]:
+        last = max(op.end for op in ops if op.track == track and op.kind != "runtime" and not op.name.startswith(STEP))
+    return Marks(name, [*pairwise(starts), (starts[-1], last)], track)
+
+
+def found(ops: "Sequence[Op]") -> Marks | None:
+    """Return the steps of a loop that was recorded without prof.step(); None if the recording shows none.
+
+    Calls of one of torch's own annotations begin or end the steps: of the possible ones, those that give the most
+    steps. Without such annotations, a language model's lookup of its tokens begins the step of each token. The steps
+    call nearly the same ops, except for the first one, which may be a cold start or a prompt. What is recorded before
+    and after the loop belongs to no step.
+    """
+    annotated = _by_call(op for op in ops if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
+    possible = [
+        marks
+        for begins in ONCE_IN_A_STEP
+        for (name, track), calls in annotated.items()
+        if name.startswith(begins)
+        for marks in _of_a_loop(ops, Marks(name, calls, track))
+    ]
+    if not annotated:
+        lookups = _by_call(op for op in ops if op.kind == "op" and op.name == LOOKS_UP_TOKENS)
+        for (name, track), calls in lookups.items():
+            possible += _of_tokens(ops, Marks(name, calls, track))
+    return max(possible, key=lambda marks: len(marks.spans), default=None)
+
+
+def _by_call(calls: "Iterable[Op]") -> dict[tuple[str, tuple], list[tuple[int, int]]]:
+    """Return start and end of the calls of each name and thread that has enough of them, in order."""
+    some: dict[tuple[str, tuple], list[Op]] = defaultdict(list)
+    for op in calls:
+        some[op.name, op.track].append(op)
+    return {key: spans for key, own in some.items() if len(spans := _apart(own)) >= LEAST_STEPS}
+
+
+def _apart(calls: "Sequence[Op]") -> list[tuple[int, int]]:
+    """Return start and end of the calls that lie in no other one and begin at different times, in order."""
+    spans: list[tuple[int, int]] = []
+    for op in sorted(calls, key=lambda op: (op.start, -op.dur)):
+        if not spans or (op.start >= spans[-1][1] and op.start > spans[-1][0]):
+            spans.append((op.start, op.end))
+    return spans
+
+
+def _of_a_loop(ops: "Sequence[Op]", calls: Marks) -> Iterator[Marks]:
+    """Yield the steps that begin with these annotations, and those that end with them, if they are alike."""
+    own = _of_thread(ops, calls, "op")
+    if not own:
+        return
+    labels = _of_thread(ops, calls, "label")
+    updates = [op.start for op in labels if op.name.startswith(OPTIMIZER)]
+    until = max(max(op.end for op in own), calls.spans[-1][1])
+    ends = [min(own[0].start, calls.spans[0][0]), *(end for _, end in calls.spans)]
+    # How many ops a batch takes may depend on its samples.
+    own = _outside(own, _apart([op for op in labels if op.name.startswith(LOADER)]))
+    for ends_them, spans in ((False, _begun(calls, until)), (True, list(pairwise(ends)))):
+        if kept := _alike(spans, own, updates, ends_them):
+            yield msgspec.structs.replace(calls, spans=kept, ends_them=ends_them)
+
+
+def _of_tokens(ops: "Sequence[Op]", calls: Marks) -> Iterator[Marks]:
+    """Yield the steps that begin with these lookups if they are alike, and each chooses a token."""
+    own = _of_thread(ops, calls, "op")
+    choices = [op.start for op in own if op.name in CHOOSE_A_TOKEN]
+    kept = _alike(_begun(calls, max(op.end for op in own)), own, choices) if choices else ()
+    if len(kept) >= LEAST_STEPS and all(
+        bisect.bisect_left(choices, start) < bisect.bisect_left(choices, end) for start, end in kept[1:-1]
+    ):
+        yield msgspec.structs.replace(calls, spans=kept)
+
+
+def _of_thread(ops: "Sequence[Op]", calls: Marks, kind: str) -> "list[Op]":
+    return sorted([op for op in ops if op.track == calls.track and op.kind == kind], key=_start)
+
+
+def _begun(calls: Marks, until: int) -> list[tuple[int, int]]:
+    """Return the steps that begin with these calls. until: the end of the last one."""
+    starts = [start for start, _ in calls.spans]
+    return [*pairwise(starts), (starts[-1], until)]
+
+
+def _outside(ops: "Sequence[Op]", spans: Sequence[tuple[int, int]]) -> "list[Op]":
+    """Return the ops that start in none of the intervals. ops: by start."""
+    kept: list[Op] = []
+    reached = 0
+    for start, end in spans:
+        kept += ops[reached : bisect.bisect_left(ops, start, key=_start)]
+        reached = bisect.bisect_left(ops, end, key=_start)
+    return [*kept, *ops[reached:]]
+
+
+def _alike(
+    spans: Sequence[tuple[int, int]], ops: "Sequence[Op]", marks: Sequence[int], cuts_first: bool = False
+) -> Sequence[tuple[int, int]]:
+    """Return the steps without a first and a last one that are no whole steps; nothing if the others are not alike.
+
+    ops: those of the thread, by start. marks: the times (ns) of something that is as frequent in each step. cuts_first:
+    whether the first step may include what precedes the loop.
+    """
+
+    def between(times: Sequence, key: Callable | None = None) -> list[slice]:
+        return [slice(*(bisect.bisect_left(times, time, key=key) for time in span)) for span in spans]
+
+    calls = [Counter(op.name for op in ops[place]) for place in between(ops, _start)]
+    alike = [frozenset(one.items()) for one in calls]
+    usual, times = Counter(alike).most_common(1)[0]
+    size = sum(count for _, count in usual)
+    whole = [FEWER * size <= one.total() <= MORE * size for one in calls]
+    inner = alike[1:-1]
+    frequent = {len(marks[place]) for place in between(marks)[1:-1]}
+    if times < 2 or not size or len(frequent) > 1 or inner.count(usual) < EQUAL_SHARE * len(inner):
+        return []
+    if not all(whole[1:-1]):
+        return []
+    # A first step that includes a cold start may call more ops.
+    has_first = whole[0] or (not cuts_first and calls[0].total() > size)
+    return spans[0 if has_first else 1 : len(spans) if whole[-1] else -1]
