@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import gzip
 import json
 import os
 import re
@@ -176,6 +177,22 @@ def run(scripts, compile_afresh, tmp_path):
 @pytest.fixture
 def local_liger(monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", f"{LIGER}={ROOT / 'tests' / 'liger-kernels'}")
+
+
+@pytest.fixture
+def unmarked(tmp_path):
+    """Return the function that writes a trace without the profiler's marks of its steps, and facts about them."""
+
+    def write(path):
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        document["traceEvents"] = [e for e in document["traceEvents"] if "ProfilerStep#" not in str(e.get("name"))]
+        for fact in ("distributedInfo", "lesson", "unprofiled_step_us"):
+            document.pop(fact, None)
+        file = tmp_path / f"unmarked-{path.name.removesuffix('.gz')}"
+        file.write_text(json.dumps(document))
+        return file, [e for e in document["traceEvents"] if e.get("ph") == "X"]
+
+    return write
 
 
 def only_trace(folder: Path) -> dict:

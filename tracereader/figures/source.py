@@ -103,10 +103,13 @@ def _may_be_steps(trace: Trace) -> Calls | None:
 
 
 def _outside_us(trace: Trace) -> float:
-    """Return the time (µs) of the recording's CPU slices before the first step and after the last one."""
-    first, last = trace.steps[0].start, trace.steps[-1].end
-    before = max((first - op.start for op in trace.outside), default=0)
-    after = max((op.end - last for op in trace.outside), default=0)
+    """Return the time (µs) of the recording before the first step and after the last one.
+
+    A call of the CUDA runtime may be the profiler's own, for example its wait for the GPU at the end.
+    """
+    slices = [op for op in trace.outside if op.kind != "runtime"]
+    before = max([trace.steps[0].start - op.start for op in slices], default=0)
+    after = max([op.end - trace.steps[-1].end for op in slices], default=0)
     return (max(0, before) + max(0, after)) / 1e3
 
 

@@ -514,7 +514,9 @@ MUCH_OUTSIDE = 0.1
 def outside(summary: Summary) -> str:
     """Return what the recording has besides the steps, if much of it belongs to no step; else ""."""
     us, steps_us = summary.source.outside_us, sum(one.cpu_us for one in summary.steps)
-    return f"{duration(us)} of the recording lie outside the steps" if us and us >= MUCH_OUTSIDE * steps_us else ""
+    if not us or us < MUCH_OUTSIDE * steps_us:
+        return ""
+    return f"{duration(us)} of the recording lie outside the {'steps' if len(summary.steps) > 1 else 'step'}"
 
 
 def _gaps(summary: Summary) -> list[float]:

@@ -3,7 +3,7 @@
 from tracereader.trace.document import TraceError
 from tracereader.trace.labels import MODULE, STEP
 from tracereader.trace.marks import StepsBy
-from tracereader.trace.tree import (
+from tracereader.trace.slices import (
     Frame,
     Op,
     Phase,
@@ -17,8 +17,8 @@ from tracereader.trace.tree import (
     asking_ops,
     innermost,
     outermost,
-    read,
 )
+from tracereader.trace.tree import read
 
 __all__ = [
     "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Samples", "Step", "StepsBy", "Sync", "Trace",

@@ -20,7 +20,8 @@ from tracereader.trace import families
 from tracereader.trace.document import DEFAULT_LIMIT, in_folder
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.marks import StepsBy
-from tracereader.trace.tree import Op, Recorded, Step, Trace, Work, innermost, read, ties_of
+from tracereader.trace.slices import Op, Recorded, Step, Trace, Work, innermost
+from tracereader.trace.tree import read, ties_of
 
 EDGE = re.compile(r"Stream(Begin|End)Capture")
 MEMSET_KERNEL = re.compile(r"memset\d+")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from tracereader.trace.kernel_names import EPILOGUE, JOBS, UNKNOWN, KernelName, decode, job_of
-from tracereader.trace.tree import Work
+from tracereader.trace.slices import Work
 
 # Kernels of these makers are named for the very operation that they compute, whatever op launched them.
 NAMED_FOR_THEIR_JOB = ("ATen", "Inductor", "Liger", "driver", "CUB", "Thrust", "PyTorch")

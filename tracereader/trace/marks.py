@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tracereader.trace.document import TraceError
 from tracereader.trace.labels import LOADER, OPTIMIZER, STEP, ZEROES
-
-if TYPE_CHECKING:
-    from tracereader.trace.tree import Op
+from tracereader.trace.slices import Op
 
 # An annotation with fewer calls may be no loop. Of torch's own annotations, these come once in each step.
 LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
@@ -43,16 +40,18 @@ class StepsBy(enum.Enum):
 class Marks(msgspec.Struct, frozen=True):
     """The steps that calls of one name mark: each step's start and end (ns), in order, and the thread of the calls.
 
-    name: of an annotation or an op. ends_them: whether a step ends with a call. Otherwise it begins with one.
+    name: of an annotation or an op. ends_them: whether a step ends with a call. Otherwise it begins with one. equal:
+    the number of steps that call the same ops, if their ops were compared.
     """
 
     name: str
     spans: Sequence[tuple[int, int]]
     track: tuple
     ends_them: bool = False
+    equal: int = 0
 
 
-def named(ops: "Sequence[Op]", name: str, path: Path) -> Marks:
+def named(ops: Sequence[Op], name: str, path: Path) -> Marks:
     """Return a step for each call of an annotation.
 
     A step lasts until the next call begins, as with prof.step(). The last one lasts as long as its call, or, if calls
@@ -78,13 +77,13 @@ def named(ops: "Sequence[Op]", name: str, path: Path) -> Marks:
     return Marks(name, [*pairwise(starts), (starts[-1], last)], track)
 
 
-def found(ops: "Sequence[Op]") -> Marks | None:
+def found(ops: Sequence[Op]) -> Marks | None:
     """Return the steps of a loop that was recorded without prof.step(); None if the recording shows none.
 
-    Calls of one of torch's own annotations begin or end the steps: of the possible ones, those that give the most
-    steps. Without such annotations, a language model's lookup of its tokens begins the step of each token. The steps
-    call nearly the same ops, except for the first one, which may be a cold start or a prompt. What is recorded before
-    and after the loop belongs to no step.
+    A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. The possible one with the
+    most steps is right: where the steps would begin in the middle of the loop, one is incomplete. Without such calls, a
+    language model's lookup of its tokens begins the step of each token. The steps call nearly the same ops, except for
+    the first one, which may be a cold start or a prompt. What is recorded before and after the loop belongs to no step.
     """
     annotated = _by_call(op for op in ops if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
     possible = [
@@ -98,10 +97,10 @@ def found(ops: "Sequence[Op]") -> Marks | None:
         lookups = _by_call(op for op in ops if op.kind == "op" and op.name == LOOKS_UP_TOKENS)
         for (name, track), calls in lookups.items():
             possible += _of_tokens(ops, Marks(name, calls, track))
-    return max(possible, key=lambda marks: len(marks.spans), default=None)
+    return max(possible, key=lambda marks: (len(marks.spans), marks.equal), default=None)
 
 
-def _by_call(calls: "Iterable[Op]") -> dict[tuple[str, tuple], list[tuple[int, int]]]:
+def _by_call(calls: Iterable[Op]) -> dict[tuple[str, tuple], list[tuple[int, int]]]:
     """Return start and end of the calls of each name and thread that has enough of them, in order."""
     some: dict[tuple[str, tuple], list[Op]] = defaultdict(list)
     for op in calls:
@@ -109,7 +108,7 @@ def _by_call(calls: "Iterable[Op]") -> dict[tuple[str, tuple], list[tuple[int, i
     return {key: spans for key, own in some.items() if len(spans := _apart(own)) >= LEAST_STEPS}
 
 
-def _apart(calls: "Sequence[Op]") -> list[tuple[int, int]]:
+def _apart(calls: Sequence[Op]) -> list[tuple[int, int]]:
     """Return start and end of the calls that lie in no other one and begin at different times, in order."""
     spans: list[tuple[int, int]] = []
     for op in sorted(calls, key=lambda op: (op.start, -op.dur)):
@@ -118,44 +117,47 @@ def _apart(calls: "Sequence[Op]") -> list[tuple[int, int]]:
     return spans
 
 
-def _of_a_loop(ops: "Sequence[Op]", calls: Marks) -> Iterator[Marks]:
-    """Yield the steps that begin with these annotations, and those that end with them, if they are alike."""
-    own = _of_thread(ops, calls, "op")
-    if not own:
-        return
-    labels = _of_thread(ops, calls, "label")
-    updates = [op.start for op in labels if op.name.startswith(OPTIMIZER)]
-    until = max(max(op.end for op in own), calls.spans[-1][1])
-    ends = [min(own[0].start, calls.spans[0][0]), *(end for _, end in calls.spans)]
+def _of_a_loop(ops: Sequence[Op], calls: Marks) -> Iterator[Marks]:
+    """Yield the steps that these annotations begin, and those that they end, if they are alike."""
+    own, start, until = _of_thread(ops, calls)
+    labels = [op for op in ops if op.track == calls.track and op.kind == "label"]
+    updates = sorted(op.start for op in labels if op.name.startswith(OPTIMIZER))
     # How many ops a batch takes may depend on its samples.
     own = _outside(own, _apart([op for op in labels if op.name.startswith(LOADER)]))
-    for ends_them, spans in ((False, _begun(calls, until)), (True, list(pairwise(ends)))):
-        if kept := _alike(spans, own, updates, ends_them):
-            yield msgspec.structs.replace(calls, spans=kept, ends_them=ends_them)
+    if not calls.name.startswith(OPTIMIZER):
+        yield from _alike(calls, _begun(calls, until), own, updates)
+    if not calls.name.startswith(LOADER):
+        ended = list(pairwise([start, *(end for _, end in calls.spans)]))
+        yield from _alike(msgspec.structs.replace(calls, ends_them=True), ended, own, updates)
 
 
-def _of_tokens(ops: "Sequence[Op]", calls: Marks) -> Iterator[Marks]:
+def _of_tokens(ops: Sequence[Op], calls: Marks) -> Iterator[Marks]:
     """Yield the steps that begin with these lookups if they are alike, and each chooses a token."""
-    own = _of_thread(ops, calls, "op")
+    own, _, until = _of_thread(ops, calls)
     choices = [op.start for op in own if op.name in CHOOSE_A_TOKEN]
-    kept = _alike(_begun(calls, max(op.end for op in own)), own, choices) if choices else ()
-    if len(kept) >= LEAST_STEPS and all(
-        bisect.bisect_left(choices, start) < bisect.bisect_left(choices, end) for start, end in kept[1:-1]
-    ):
-        yield msgspec.structs.replace(calls, spans=kept)
+    for marks in _alike(calls, _begun(calls, until), own, choices) if choices else ():
+        inner = marks.spans[1:-1]
+        if inner and all(bisect.bisect_left(choices, end) > bisect.bisect_left(choices, start) for start, end in inner):
+            yield marks
 
 
-def _of_thread(ops: "Sequence[Op]", calls: Marks, kind: str) -> "list[Op]":
-    return sorted([op for op in ops if op.track == calls.track and op.kind == kind], key=_start)
+def _of_thread(ops: Sequence[Op], calls: Marks) -> tuple[list[Op], int, int]:
+    """Return the ops of the calls' thread, by start, and the start and the end (ns) of all that it does.
+
+    A wait for the GPU after the loop does not count.
+    """
+    slices = [op for op in ops if op.track == calls.track and op.kind != "label" and "Synchronize" not in op.name]
+    start = min([calls.spans[0][0], *(op.start for op in slices)])
+    until = max([calls.spans[-1][1], *(op.end for op in slices)])
+    return sorted([op for op in slices if op.kind == "op"], key=_start), start, until
 
 
 def _begun(calls: Marks, until: int) -> list[tuple[int, int]]:
     """Return the steps that begin with these calls. until: the end of the last one."""
-    starts = [start for start, _ in calls.spans]
-    return [*pairwise(starts), (starts[-1], until)]
+    return list(pairwise([*(start for start, _ in calls.spans), until]))
 
 
-def _outside(ops: "Sequence[Op]", spans: Sequence[tuple[int, int]]) -> "list[Op]":
+def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
     """Return the ops that start in none of the intervals. ops: by start."""
     kept: list[Op] = []
     reached = 0
@@ -165,29 +167,30 @@ def _outside(ops: "Sequence[Op]", spans: Sequence[tuple[int, int]]) -> "list[Op]
     return [*kept, *ops[reached:]]
 
 
-def _alike(
-    spans: Sequence[tuple[int, int]], ops: "Sequence[Op]", marks: Sequence[int], cuts_first: bool = False
-) -> Sequence[tuple[int, int]]:
-    """Return the steps without a first and a last one that are no whole steps; nothing if the others are not alike.
+def _alike(calls: Marks, spans: Sequence[tuple[int, int]], ops: Sequence[Op], marks: Sequence[int]) -> Iterator[Marks]:
+    """Yield the steps without a first and a last one that are no whole steps; nothing if the others are not alike.
 
-    ops: those of the thread, by start. marks: the times (ns) of something that is as frequent in each step. cuts_first:
-    whether the first step may include what precedes the loop.
+    ops: those of the calls' thread, by start. marks: the times (ns) of something that is as frequent in each step.
     """
 
     def between(times: Sequence, key: Callable | None = None) -> list[slice]:
         return [slice(*(bisect.bisect_left(times, time, key=key) for time in span)) for span in spans]
 
-    calls = [Counter(op.name for op in ops[place]) for place in between(ops, _start)]
-    alike = [frozenset(one.items()) for one in calls]
-    usual, times = Counter(alike).most_common(1)[0]
-    size = sum(count for _, count in usual)
-    whole = [FEWER * size <= one.total() <= MORE * size for one in calls]
-    inner = alike[1:-1]
+    counts = [Counter(op.name for op in ops[place]) for place in between(ops, _start)]
+    usual, equal = Counter(frozenset(one.items()) for one in counts).most_common(1)[0]
+    names, size = {name for name, _ in usual}, sum(count for _, count in usual)
+    first, *inner, last = counts
     frequent = {len(marks[place]) for place in between(marks)[1:-1]}
-    if times < 2 or not size or len(frequent) > 1 or inner.count(usual) < EQUAL_SHARE * len(inner):
-        return []
-    if not all(whole[1:-1]):
-        return []
-    # A first step that includes a cold start may call more ops.
-    has_first = whole[0] or (not cuts_first and calls[0].total() > size)
-    return spans[0 if has_first else 1 : len(spans) if whole[-1] else -1]
+    same = sum(one.items() == usual for one in inner)
+    if equal < 2 or not size or len(frequent) > 1 or same < EQUAL_SHARE * len(inner):
+        return
+    if not all(FEWER * size <= one.total() <= MORE * size for one in inner):
+        return
+
+    def is_whole(step: Counter, most: float) -> bool:
+        return FEWER * size <= step.total() <= most and names <= step.keys()
+
+    # A first step that includes a cold start may call more ops, unless it may be what precedes the loop.
+    begins = 0 if is_whole(first, MORE * size if calls.ends_them else first.total()) else 1
+    kept = spans[begins : len(spans) if is_whole(last, MORE * size) else -1]
+    yield msgspec.structs.replace(calls, spans=kept, equal=equal)

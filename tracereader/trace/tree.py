@@ -1,7 +1,4 @@
-"""A trace as data: steps, ops as a tree, launches, GPU work.
-
-Times are whole nanoseconds inside, from the trace's first slice on; microseconds wherever a name ends in _us.
-"""
+"""Builds a trace from the events of a file: ops as a tree, launches, GPU work, steps."""
 
 import bisect
 import contextlib
@@ -10,11 +7,9 @@ import gc
 import math
 import re
 import sys
-from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import chain, compress, count, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import compress, count, islice
 from operator import attrgetter, eq
 from pathlib import Path
 
@@ -35,398 +30,29 @@ from tracereader.trace.document import (
     load,
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
-from tracereader.trace.labels import AUTOGRAD, LOADER, MODULE, OPTIMIZERS, PHASES, STEP, annotation_of
+from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.marks import Marks, StepsBy
-from tracereader.trace.types import Inputs, inputs_of
+from tracereader.trace.slices import (
+    Frame,
+    Memory,
+    Op,
+    Phase,
+    ProcessGroup,
+    Rank,
+    Samples,
+    Slice,
+    Step,
+    Sync,
+    Trace,
+    Work,
+)
 
 LATEST_NS = 2**62  # since 1970; the year 2116
 WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
 GRAPH_EDGE = 1 << 40
-# In the names of a kernel's phases.
-WAIT, REPETITION = "wait: ", re.compile(r" \d+$")
 _start, _dur = attrgetter("start"), attrgetter("dur")
-
-
-class _Slice(msgspec.Struct, eq=False):
-    """One slice of a track: the common fields of Op and Work."""
-
-    name: str
-    kind: str
-    start: int
-    dur: int
-    track: tuple
-    raw: msgspec.Raw
-
-    @property
-    def end(self) -> int:
-        return self.start + self.dur
-
-    @property
-    def us(self) -> float:
-        return self.dur / 1e3
-
-    @property
-    def args(self) -> dict:
-        """Return the slice's arguments. They are decoded from the file's text at each call."""
-        args = decoded(self.raw)
-        return args if isinstance(args, dict) else {}
-
-
-class Op(_Slice, eq=False):
-    """One slice of a CPU thread: an annotation, an op, a Python frame or a runtime call.
-
-    children: the slices that start in it, without Python frames, which are in another tree.
-    """
-
-    parent: "Op | None" = None
-    children: "Sequence[Op]" = ()
-    work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
-    read_inputs: Inputs | None = None  # once they were asked for: see inputs
-
-    @property
-    def inputs(self) -> Inputs:
-        """Return what torch recorded of the inputs, which is read faster than all arguments."""
-        if self.read_inputs is None:
-            self.read_inputs = inputs_of(self.raw)
-        return self.read_inputs
-
-    def walk(self) -> Iterator["Op"]:
-        """Yield this op and all below it, in the order of their starts."""
-        stack = [self]
-        while stack:
-            op = stack.pop()
-            yield op
-            if op.children:
-                stack.extend(reversed(op.children))
-
-    def above(self) -> Iterator["Op"]:
-        """Yield the ops that enclose this one, innermost first."""
-        op = self.parent
-        while op is not None:
-            yield op
-            op = op.parent
-
-    def outermost_call(self) -> "Op":
-        """Return the outermost op or call around this one, or itself. Annotations do not count."""
-        top = op = self
-        while (op := op.parent) is not None:
-            if op.kind != "label":
-                top = op
-        return top
-
-    def outermost_of(self, wanted: Callable[[str], object]) -> "Op | None":
-        """Return the outermost of the ops of wanted names that are right around this one; None without any."""
-        found = None
-        for op in self.above():
-            if op.kind != "op" or not wanted(op.name):
-                break
-            found = op
-        return found
-
-    def work_below(self) -> "Iterator[Work]":
-        """Yield the GPU work that this op and all calls below it launch."""
-        return (one for call in self.walk() for one in call.work)
-
-
-class Frame(msgspec.Struct, eq=False, gc=False):
-    """A call of a Python function on a thread. The profiler records it with stacks."""
-
-    name: str
-    start: int
-    end: int
-
-
-def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
-    """Yield the wanted slices that lie in no other wanted slice, in order."""
-    pending = list(reversed(roots))
-    while pending:
-        one = pending.pop()
-        if wanted(one):
-            yield one
-        elif one.children:
-            pending.extend(reversed(one.children))
-
-
-def innermost(ops: Sequence[Op], time: int) -> list[Op]:
-    """Return the ops that enclose a time on one thread, outermost first. ops: the thread's root ops, by start."""
-    found = []
-    while ops:
-        index = bisect.bisect_right(ops, time, key=_start) - 1
-        if index < 0 or ops[index].end <= time:
-            break
-        found.append(ops[index])
-        ops = ops[index].children
-    return found
-
-
-class Work(_Slice, eq=False):
-    """One kernel, copy or memset on a GPU."""
-
-    device: int | str = 0
-    launch: Op | None = None
-    said: object = None  # a KernelName, once it was asked for: see families.says
-    after: "Sequence[Work]" = ()  # in a CUDA graph whose edges are recorded, the nodes that it depends on
-    recorded: "Recorded | None" = None  # of a replayed CUDA graph, where its capture is known: see figures/captures.py
-    is_annotated: bool = False  # whether its arguments may contain a capture's annotation
-
-    @property
-    def asked(self) -> Op | None:
-        """Return the runtime call with which the program requested this work.
-
-        For work of a replayed graph it is the captured call, if that is known. Otherwise it is the launch.
-        """
-        return self.launch if self.recorded is None else self.recorded.call
-
-    @property
-    def from_graph(self) -> bool:
-        """Return whether a CUDA graph's launch started it."""
-        return self.launch is not None and "GraphLaunch" in self.launch.name
-
-    @property
-    def annotation(self) -> str | None:
-        """Return the annotation that the capture gave to this node of a CUDA graph; None without one."""
-        return annotation_of(self.args) if self.is_annotated and self.from_graph else None
-
-
-def asking_ops(work: Sequence[Work]) -> list[Op | None]:
-    """Return the innermost op around the call that asked for each activity; the call's annotation without an op."""
-    found: dict[int, Op | None] = {}  # so that each path upwards is followed once
-    asking = []
-    for one in work:
-        op = one.launch if one.recorded is None else one.asked
-        if op is not None and op.kind == "runtime":
-            above = op.parent
-            op = above if above is None or above.kind != "runtime" else _above_calls(op, found)
-        asking.append(op)
-    return asking
-
-
-def _above_calls(op: Op, found: dict[int, Op | None]) -> Op | None:
-    """Return what encloses a call that lies in another call. found: the results so far, by the ids of calls."""
-    way = []
-    while op is not None and op.kind == "runtime":
-        key = id(op)
-        if key in found:
-            op = found[key]
-            break
-        way.append(key)
-        op = op.parent
-    found.update(dict.fromkeys(way, op))
-    return op
-
-
-class Recorded(msgspec.Struct, eq=False):
-    """The capture of a node of a CUDA graph: the recorded call, and the trace that contains it.
-
-    together: the work of the node's replay whose calls belong to the same op.
-    """
-
-    call: Op
-    trace: "Trace"
-    together: Sequence[Work]
-
-
-class Phase(_Slice, eq=False):
-    """The time that one block of a kernel waited before a phase, or worked in it. track: the block's lane.
-
-    "wait: NAME" names the wait. A number at the name's end counts repetitions of the phase, such as a model's layers.
-    It is part of a kernel, so it counts neither as GPU work nor as a CPU slice.
-    """
-
-    @property
-    def waits(self) -> bool:
-        """Return whether the block waited."""
-        return REPETITION.sub("", self.name) == "wait" or self.name.startswith(WAIT)
-
-    @property
-    def phase(self) -> str:
-        """Return the phase's name: "qkv" of "wait: qkv 3"."""
-        return REPETITION.sub("", self.name).removeprefix(WAIT)
-
-
-class Memory(msgspec.Struct, eq=False):
-    """An allocation, or a free (negative bytes), of a thread, and the total allocated after it."""
-
-    time: int
-    track: tuple
-    bytes: int
-    total: int
-    device: int  # -1: the CPU
-
-
-class Sync(msgspec.Struct, frozen=True):
-    """A synchronization as CUPTI records it, with enable_cuda_sync_events.
-
-    kind: "Stream Wait Event", "Event Sync", "Stream Sync" or "Context Sync". stream: the stream that waits, or is
-    waited for; -1: all. call: the runtime call. record: of an event's wait, the call that recorded the event.
-    awaited: the stream of that record; None where the trace does not name it.
-    """
-
-    kind: str
-    device: int | str
-    stream: int
-    call: Op
-    record: Op | None
-    awaited: int | None
-
-
-class Samples(msgspec.Struct, frozen=True):
-    """The samples of a counter of a device in order: when each was taken or begun (ns), and its value."""
-
-    times: list[int]
-    values: list[float]
-
-
-class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """One recorded step, or the whole of a trace without steps."""
-
-    name: str
-    start: int
-    end: int
-    roots: tuple[Op, ...]  # on every thread
-    work: tuple[Work, ...]  # launched in it, in the order of their starts
-
-    @property
-    def us(self) -> float:
-        return (self.end - self.start) / 1e3
-
-    @property
-    def number(self) -> str:
-        """Return the number of the step, for example #3 for ProfilerStep#3."""
-        return self.name.removeprefix(STEP[:-1])
-
-    @cached_property
-    def asking(self) -> list[Op | None]:
-        """Return for each activity what asked for it: see asking_ops()."""
-        return asking_ops(self.work)
-
-    def walk(self) -> Iterator[Op]:
-        """Yield every op, parents first."""
-        return iter(self._ops)
-
-    @cached_property
-    def _ops(self) -> tuple[Op, ...]:
-        # Many figures go through all ops of a step, and an iterator over a tuple is the fastest way.
-        found, stack = [], list(reversed(self.roots))
-        while stack:
-            op = stack.pop()
-            found.append(op)
-            if op.children:
-                stack.extend(reversed(op.children))
-        return tuple(found)
-
-    @cached_property
-    def labels(self) -> list[Op]:
-        """Return the annotations, parents first."""
-        return [op for op in self._ops if op.kind == "label"]
-
-    @cached_property
-    def outermost(self) -> list[Op]:
-        """Return the outermost ops and calls of all threads, by start, with annotations of loaders and optimizers."""
-        pending, found = list(self.roots), []
-        while pending:
-            op = pending.pop()
-            if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZERS)):
-                pending.extend(op.children)
-            else:
-                found.append(op)
-        found.sort(key=_start)
-        return found
-
-    def named(self, wanted: Callable[[str], object]) -> list[Op]:
-        """Return the ops and calls with a wanted name, parents first. Names are far fewer than ops."""
-        places = sorted(chain.from_iterable(some for name, some in self._by_name.items() if wanted(name)))
-        return [self._ops[place] for place in places]
-
-    def by_name(self) -> Iterator[tuple[str, list[Op]]]:
-        """Yield each name with the ops and calls of that name, parents first."""
-        for name, places in self._by_name.items():
-            yield name, list(map(self._ops.__getitem__, places))
-
-    @property
-    def size(self) -> int:
-        """Return the number of all ops and calls."""
-        return len(self._ops)
-
-    @cached_property
-    def _by_name(self) -> dict[str, array]:
-        """The places of the ops of each name among all ops."""
-        found: dict[str, array] = {}
-        for place, op in enumerate(self._ops):
-            name = op.name
-            if name in found:
-                found[name].append(place)
-            else:
-                found[name] = array("I", (place,))
-        return found
-
-    def dispatch(self) -> Iterator[tuple[Op, int]]:
-        """Yield every op with its depth, parents first."""
-        stack = [(root, 0) for root in reversed(self.roots)]
-        while stack:
-            op, depth = stack.pop()
-            yield op, depth
-            if op.children:
-                stack.extend([(child, depth + 1) for child in reversed(op.children)])
-
-
-class ProcessGroup(msgspec.Struct, frozen=True):
-    """A process group that torch lists with the rank. ranks: empty if torch does not list them all."""
-
-    name: str
-    description: str
-    size: int
-    ranks: tuple[int, ...]
-
-
-class Rank(msgspec.Struct, frozen=True):
-    """The process of a distributed run that wrote the trace. groups: the process groups that it is in."""
-
-    rank: int
-    world_size: int
-    groups: tuple[ProcessGroup, ...] = ()
-
-
-class Trace(msgspec.Struct, frozen=True, eq=False):
-    """The content of one trace file."""
-
-    path: Path
-    zero_us: int  # what its stamps count from
-    base_ns: int  # what that counts from: with it, stamps of several traces of one clock are distinguished
-    host: str | None  # where it was recorded, if it is known
-    steps: tuple[Step, ...]
-    has_steps: bool
-    steps_by: str | None  # the annotation or op whose calls mark the steps, if the profiler's own marks do not
-    steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
-    work: tuple[Work, ...]  # all of it, in the order of the starts
-    overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
-    outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
-    spans: tuple[Work, ...]  # of annotations on the GPU's side: from the first to the last kernel launched in them
-    memory: tuple[Memory, ...]  # by time; only with profile_memory
-    queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
-    op_names: frozenset[str]
-    trains: bool  # autograd's backward or an optimizer runs in it; compiled autograd records no op for its backward
-    frames: dict[tuple, list[Frame]]  # by thread, the Python functions without nn.Module's; only with stacks
-    modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
-    forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
-    devices: tuple[str, ...]
-    device_properties: dict[object, dict]  # by the device's number, as the driver reported them to the profiler
-    facts: RunFacts
-    rank: Rank | None
-    has_shapes: bool
-    zeroed: int
-    crossing: Counter  # slices that overlap another of their track without nesting, by name
-    not_known: Counter  # slices on a device, of categories that this reader does not know, left out
-    taken: Counter  # the same of a trace without any known work: taken for the device's work
-    nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
-    syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
-    counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
-    inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
-    captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
-    # Launches of its graphs that no capture describes, by the reason: see capture.tie.
-    untied: Counter = msgspec.field(default_factory=Counter)
 
 
 def read(
@@ -737,7 +363,7 @@ class _Ties(msgspec.Struct):
 _ties = msgspec.json.Decoder(_Ties)
 
 
-def ties_of(slices: Iterable[_Slice]) -> Iterator[_Ties]:
+def ties_of(slices: Iterable[Slice]) -> Iterator[_Ties]:
     """Yield the ids in the slices' arguments."""
     decode = _ties.decode
     for one in slices:

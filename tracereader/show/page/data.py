@@ -84,8 +84,7 @@ def _head(summary: Summary) -> dict:
         "gpu_us": summary.chosen.gpu_busy_us,
         "busy_share": summary.busy_share,
         "launches": summary.chosen.launches,
-        "recorded": (counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps")
-        + steps.by_calls(summary),
+        "recorded": _recorded(summary),
         "step": summary.chosen.number,
         "step_name": summary.typical_step,
         "step_index": summary.typical_index,
@@ -96,6 +95,12 @@ def _head(summary: Summary) -> dict:
         "warnings": warnings.of(summary),
         "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
     }
+
+
+def _recorded(summary: Summary) -> str:
+    """Return how many steps the trace has, and what marks them."""
+    count = counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps"
+    return "; ".join(filter(None, [count + steps.by_calls(summary), steps.outside(summary)]))
 
 
 def _launched(summary: Summary) -> bool:

@@ -1,0 +1,235 @@
+"""Steps of loops that were recorded without prof.step(). Figures are recomputed from raw events."""
+
+import gzip
+import itertools
+import json
+
+import pytest
+from raw_events import event, raw_steps, raw_work
+from references import CHANGES, H200, ROOT, small_first
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.trace import StepsBy, read
+from tracereader.trace.facts import RunFacts
+
+TRACES = ROOT / "tests/traces"
+LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+MANY_LOADERS = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+# Traces with the profiler's marks, which are removed; the calls that then mark the steps, and whether they end them.
+LOOPS = [
+    (TRACES / "cpu/adamw_fused.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
+    (TRACES / "cpu/closure.json.gz", "Optimizer.step#SGD.step", True),
+    (TRACES / "cpu/loader_inline.json.gz", LOADER, False),
+    (TRACES / "cpu/one_worker.json.gz", MANY_LOADERS, False),
+    (TRACES / "cpu/two_optimizers.json.gz", "Optimizer.zero_grad#Adam.zero_grad", True),
+    (TRACES / "h100/copies/pinned.json.gz", "Optimizer.step#AdamW.step", True),
+    (TRACES / "h100/debugging/blocking.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
+    (TRACES / "h100/graphs/accum.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
+    (TRACES / "h100/graphs/ctc_graphed.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
+    (TRACES / "h100/graphs/ema_graph.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
+    (TRACES / "h100/graphs/finetune.json.gz", MANY_LOADERS, False),
+    (TRACES / "h100/graphs/inference.json.gz", "aten::embedding", False),
+    (TRACES / "h100/graphs/lengths.json.gz", "Optimizer.step#AdamW.step", True),
+    (TRACES / "h100/loops/scan_compiled.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
+    (TRACES / "h100/solvers/lbfgs.json.gz", "Optimizer.zero_grad#LBFGS.zero_grad", False),
+    (CHANGES / "logits/all.json.gz", "aten::embedding", False),
+    (CHANGES / "optimizer/forloop.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", True),
+    (CHANGES / "gpt2/recompute.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", True),
+]
+
+
+def without_a_loop():
+    """Return traces in which the marks are the only sign of the steps."""
+    return [
+        H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz",
+        H200 / "01_matmul_add/64_bf16_cold_eager.json.gz",
+        CHANGES / "vit/eager.json.gz",
+        TRACES / "h100/adapters/apart.json.gz",
+        TRACES / "h100/loops/images.json.gz",  # one pass for each image
+    ]
+
+
+@pytest.mark.parametrize(("path", "name", "ends"), small_first(LOOPS), ids=lambda one: getattr(one, "stem", None))
+def test_the_steps_are_those_that_the_profiler_marked(unmarked, path, name, ends):
+    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    marks = raw_steps(events)
+    trace = read(unmarked(path)[0], steps_by=StepsBy.FOUND)
+    assert (trace.steps_by, trace.steps_end_with_it) == (name, ends)
+    assert len(trace.steps) == len(marks)
+    for step, mark in zip(trace.steps, marks, strict=True):
+        assert len(step.work) == len(raw_work(events, mark))
+    # An optimizer or a loader is called within 2% of the step's time before or after prof.step().
+    for step, mark in list(zip(trace.steps, marks, strict=True))[1:-1]:
+        assert step.us == pytest.approx(mark["dur"], rel=0.02)
+
+
+@pytest.mark.parametrize("path", without_a_loop(), ids=lambda path: path.stem)
+def test_nothing_else_tells_steps_apart(unmarked, path):
+    trace = read(unmarked(path)[0], steps_by=StepsBy.FOUND)
+    assert (trace.has_steps, trace.steps_by, len(trace.steps)) == (False, None, 1)
+
+
+def test_each_token_of_generate_is_a_step(unmarked):
+    """Two calls of generate() are marked, with the prompt and five more tokens each."""
+    path = TRACES / "h200/generate_calls.json.gz"
+    file, events = unmarked(path)
+    chosen = [e["ts"] for e in events if e["name"] == "aten::argmax"]
+    lookups = sorted(e["ts"] for e in events if e["name"] == "aten::embedding")
+    trace = read(file, steps_by=StepsBy.FOUND)
+    assert len(trace.steps) == len(lookups) == len(chosen) == 12
+    apart = [(after - before) for before, after in itertools.pairwise(lookups)]
+    assert [step.us for step in trace.steps[:-1]] == pytest.approx(apart, abs=0.01)
+
+
+class Loop:
+    """Slices of a made-up program, one after the other on one thread."""
+
+    def __init__(self):
+        self.events, self.now = [], 0.0
+
+    def call(self, *names, us=10):
+        for name in names:
+            is_op = name.startswith("aten::")
+            self.events.append(event(name, "cpu_op" if is_op else "user_annotation", self.now, us - 1))
+            self.now += us
+        return self
+
+    def read(self, tmp_path, **others):
+        file = tmp_path / "made.json"
+        file.write_text(json.dumps({"traceEvents": self.events, **others}))
+        return read(file, steps_by=StepsBy.FOUND)
+
+
+ZERO, STEP = "Optimizer.zero_grad#Adam.zero_grad", "Optimizer.step#Adam.step"
+FORWARD, LOSS = ("aten::linear", "aten::relu", "aten::linear"), ("aten::mse_loss",)
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "ends"),
+    [
+        ((ZERO, *FORWARD, *LOSS, STEP), ZERO, False),
+        ((*FORWARD, *LOSS, ZERO, "aten::ones_like", STEP), STEP, True),
+        ((*FORWARD, *LOSS, STEP, ZERO), ZERO, True),
+        ((LOADER, *FORWARD, *LOSS, ZERO, "aten::ones_like", STEP), LOADER, False),
+        ((LOADER, "aten::stack", *FORWARD), LOADER, False),
+    ],
+    ids=["zeroes first", "zeroes before backward", "zeroes last", "loads", "inference"],
+)
+def test_a_step_begins_where_the_loop_begins(tmp_path, body, name, ends):
+    loop = Loop()
+    for _ in range(5):
+        loop.call(*body)
+    trace = loop.read(tmp_path)
+    assert (trace.steps_by, trace.steps_end_with_it, len(trace.steps)) == (name, ends, 5)
+    ops = [[op.name for op in step.walk() if op.kind == "op"] for step in trace.steps]
+    assert ops == [[name for name in body if name.startswith("aten::")]] * 5
+
+
+def test_what_precedes_and_follows_the_loop_belongs_to_no_step(tmp_path, capsys):
+    loop = Loop().call(*["aten::uniform_"] * 40)
+    for _ in range(4):
+        loop.call(*FORWARD, *LOSS, STEP)
+    loop.call(*["aten::topk"] * 30)
+    trace = loop.read(tmp_path)
+    assert trace.steps_end_with_it
+    # Where the first of these steps begins is unknown, and the last call ends the last one.
+    assert [step.us for step in trace.steps] == [50, 50, 50]
+    assert len(trace.outside) == 40 + 30 + len((*FORWARD, *LOSS, STEP))
+    assert cli.main([str(trace.path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"3 steps of 50.0 µs, each up to the end of a call of {STEP} · " in said
+    assert "749.0 µs of the recording lie outside the steps" in said  # 40 x 10 + 50 - 1 before, and 30 x 10 after
+
+
+def test_a_batch_that_is_not_the_last_one_of_its_step_is_no_step(tmp_path):
+    """Gradients of four batches are added up."""
+    loop = Loop()
+    for _ in range(4):
+        for _ in range(4):
+            loop.call(LOADER, *FORWARD, *LOSS)
+        loop.call(STEP, ZERO)
+    trace = loop.read(tmp_path)
+    assert trace.steps_by in (STEP, ZERO) and len(trace.steps) == 4
+    for step in trace.steps:
+        assert [op.name for op in step.walk()].count("aten::mse_loss") == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # Two networks take turns, and both optimizers have one name.
+        (ZERO, *FORWARD, *LOSS, STEP, ZERO, *FORWARD, *FORWARD, *LOSS, "aten::neg", STEP),
+        # Many embedding tables in one pass, and a layer that chooses experts.
+        *[("aten::embedding",) * 8 + ("aten::linear", "aten::argmax")],
+        ("aten::embedding", "aten::linear"),
+    ],
+    ids=["two networks", "many tables", "nothing is chosen"],
+)
+def test_calls_that_mark_no_steps(tmp_path, body):
+    loop = Loop()
+    for _ in range(4):
+        loop.call(*body)
+    trace = loop.read(tmp_path)
+    assert (trace.has_steps, trace.steps_by) == (False, None)
+
+
+def test_some_steps_may_call_a_few_more_ops(tmp_path):
+    """Each fourth step logs its loss, and the first one makes the optimizer's state."""
+    loop = Loop()
+    for number in range(12):
+        loop.call(ZERO, *FORWARD * 3, *LOSS, *["aten::zeros_like"] * 9 * (not number), STEP)
+        loop.call(*["aten::item"] * (number % 4 == 3))
+    trace = loop.read(tmp_path)
+    ops = [sum(op.kind == "op" for op in step.walk()) for step in trace.steps]
+    assert ops == [19, 10, 10, 11, *[10, 10, 10, 11] * 2]
+
+
+def test_a_run_that_stored_facts_decides_itself_what_a_step_is(tmp_path):
+    loop = Loop()
+    for _ in range(4):
+        loop.call(ZERO, *FORWARD, *LOSS, STEP)
+    assert loop.read(tmp_path, unprofiled_step_us=200.0).steps_by is None
+    trace = loop.read(tmp_path)
+    assert trace.steps_by == ZERO and trace.facts == RunFacts()
+
+
+def test_the_profilers_marks_decide_if_there_are_any():
+    path = TRACES / "h100/graphs/accum.json.gz"
+    marked, found = (read(path, steps_by=by) for by in (StepsBy.RECORDED, StepsBy.FOUND))
+    assert [step.name for step in found.steps] == [step.name for step in marked.steps] and found.steps_by is None
+
+
+def test_the_whole_recording_as_one_step(unmarked, capsys):
+    path = TRACES / "cpu/adamw_fused.json.gz"
+    file, events = unmarked(path)
+    slices = [e for e in events if e["cat"] in ("cpu_op", "user_annotation")]
+    first, last = min(e["ts"] for e in slices), max(e["ts"] + e["dur"] for e in slices)
+    for trace in (file, path):
+        assert cli.main([str(trace), "--whole", "--json", "--only", "steps"]) == 0
+        (step,) = json.loads(capsys.readouterr().out)["steps"]
+        assert step["name"] == "whole trace"
+    assert read(file, steps_by=StepsBy.NOTHING).steps[0].us == pytest.approx(last - first, abs=0.01)
+    assert cli.main([str(file), "--whole", "--only", "short"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "counts as one step (--steps 'Optimizer.zero_grad#AdamW.zero_grad' counts its 3 calls as the steps)" in said
+
+
+@pytest.mark.parametrize("flags", [["--steps", "x"], ["--ranks"], ["--export", "x.json"]], ids=lambda flags: flags[0])
+def test_the_whole_recording_is_for_the_report_of_one_process(capsys, flags):
+    paths = [str(TRACES / f"cpu/{name}.json.gz") for name in ("adamw_fused", "adamw_forloop")]
+    assert cli.main([*paths[: 1 + ("--ranks" in flags)], "--whole", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "--whole" in said.err
+
+
+def test_a_comparison_and_the_json_name_the_calls(unmarked, capsys):
+    file, _ = unmarked(TRACES / "cpu/adamw_fused.json.gz")
+    assert cli.main([str(file), "--json", "--only", "short,steps"]) == 0
+    source = json.loads(capsys.readouterr().out)
+    assert (source["steps_by"], source["steps_end_with_it"]) == ("Optimizer.zero_grad#AdamW.zero_grad", False)
+    assert source["outside_us"] == summarize(read(file, steps_by=StepsBy.FOUND)).source.outside_us
+    assert cli.main([str(file), str(TRACES / "cpu/adamw_fused.json.gz")]) == 0
+    said = capsys.readouterr().out
+    assert "each step from a call of Optimizer.zero_grad#AdamW.zero_grad to the next" in said
+    assert "no profiler steps" not in said
