@@ -32,7 +32,7 @@ LOOPS = [
     (TRACES / "h100/graphs/inference.json.gz", "aten::embedding", False),
     (TRACES / "h100/graphs/lengths.json.gz", "Optimizer.step#AdamW.step", True),
     (TRACES / "h100/loops/scan_compiled.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
-    (TRACES / "h100/solvers/lbfgs.json.gz", "Optimizer.zero_grad#LBFGS.zero_grad", False),
+    (TRACES / "h100/solvers/lbfgs.json.gz", "Optimizer.step#LBFGS.step", True),
     (CHANGES / "logits/all.json.gz", "aten::embedding", False),
     (CHANGES / "optimizer/forloop.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", True),
     (CHANGES / "gpt2/recompute.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", True),
@@ -102,7 +102,7 @@ class Loop:
 
 
 ZERO, STEP = "Optimizer.zero_grad#Adam.zero_grad", "Optimizer.step#Adam.step"
-FORWARD, LOSS = ("aten::linear", "aten::relu", "aten::linear"), ("aten::mse_loss",)
+FORWARD, LOSS = ("aten::linear", "aten::relu") * 6, ("aten::mse_loss",)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,9 @@ FORWARD, LOSS = ("aten::linear", "aten::relu", "aten::linear"), ("aten::mse_loss
         ((*FORWARD, *LOSS, STEP, ZERO), ZERO, True),
         ((LOADER, *FORWARD, *LOSS, ZERO, "aten::ones_like", STEP), LOADER, False),
         ((LOADER, "aten::stack", *FORWARD), LOADER, False),
+        ((*FORWARD, *LOSS, STEP, "aten::item"), STEP, True),
     ],
-    ids=["zeroes first", "zeroes before backward", "zeroes last", "loads", "inference"],
+    ids=["zeroes first", "zeroes before backward", "zeroes last", "loads", "inference", "only updates"],
 )
 def test_a_step_begins_where_the_loop_begins(tmp_path, body, name, ends):
     loop = Loop()
@@ -123,7 +124,10 @@ def test_a_step_begins_where_the_loop_begins(tmp_path, body, name, ends):
     trace = loop.read(tmp_path)
     assert (trace.steps_by, trace.steps_end_with_it, len(trace.steps)) == (name, ends, 5)
     ops = [[op.name for op in step.walk() if op.kind == "op"] for step in trace.steps]
-    assert ops == [[name for name in body if name.startswith("aten::")]] * 5
+    loops = [name for name in body if name.startswith("aten::")]
+    # What follows the optimizer's step comes first in the next step.
+    after = [name for name in body[body.index(STEP) :] if name.startswith("aten::")] if name == STEP else []
+    assert ops == [loops[: len(loops) - len(after)], *[[*after, *loops[: len(loops) - len(after)]]] * 4]
 
 
 def test_what_precedes_and_follows_the_loop_belongs_to_no_step(tmp_path, capsys):
@@ -134,12 +138,12 @@ def test_what_precedes_and_follows_the_loop_belongs_to_no_step(tmp_path, capsys)
     trace = loop.read(tmp_path)
     assert trace.steps_end_with_it
     # Where the first of these steps begins is unknown, and the last call ends the last one.
-    assert [step.us for step in trace.steps] == [50, 50, 50]
+    assert [step.us for step in trace.steps] == [140, 140, 140]
     assert len(trace.outside) == 40 + 30 + len((*FORWARD, *LOSS, STEP))
     assert cli.main([str(trace.path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"3 steps of 50.0 µs, each up to the end of a call of {STEP} · " in said
-    assert "749.0 µs of the recording lie outside the steps" in said  # 40 x 10 + 50 - 1 before, and 30 x 10 after
+    assert f"3 steps of 140.0 µs, each up to the end of a call of {STEP} · " in said
+    assert "839.0 µs of the recording lie outside the steps" in said  # 40 x 10 + 140 - 1 before, and 30 x 10 after
 
 
 def test_a_batch_that_is_not_the_last_one_of_its_step_is_no_step(tmp_path):
@@ -156,20 +160,40 @@ def test_a_batch_that_is_not_the_last_one_of_its_step_is_no_step(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("prompt", "token"),
+    [
+        (("aten::embedding", *FORWARD, "aten::argmax"), ("aten::embedding", *FORWARD, "aten::argmax", "aten::cat")),
+        ((), (*("aten::embedding",) * 2, *FORWARD, "aten::topk", "aten::multinomial")),  # tokens and positions
+        ((), ("Torch-Compiled Region: 0/0", "aten::index", "aten::argmax")),
+    ],
+    ids=["one lookup", "two lookups", "compiled"],
+)
+def test_a_token_begins_with_its_first_lookup(tmp_path, prompt, token):
+    loop = Loop().call(*prompt)
+    for _ in range(6):
+        loop.call(*token)
+    trace = loop.read(tmp_path)
+    assert trace.steps_by == token[0] and len(trace.steps) == 6 + bool(prompt)
+    for step in trace.steps[bool(prompt) :]:
+        assert [op.name for op in step.walk()][1:] == list(token)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         # Two networks take turns, and both optimizers have one name.
         (ZERO, *FORWARD, *LOSS, STEP, ZERO, *FORWARD, *FORWARD, *LOSS, "aten::neg", STEP),
-        # Many embedding tables in one pass, and a layer that chooses experts.
-        *[("aten::embedding",) * 8 + ("aten::linear", "aten::argmax")],
         ("aten::embedding", "aten::linear"),
+        ("aten::linear", "aten::argmax", "aten::index"),  # the layers of a model choose experts
+        ("aten::linear", "aten::relu", "aten::embedding") * 4,  # in one pass
     ],
-    ids=["two networks", "many tables", "nothing is chosen"],
+    ids=["two networks", "nothing is chosen", "nothing is looked up", "layers"],
 )
 def test_calls_that_mark_no_steps(tmp_path, body):
     loop = Loop()
     for _ in range(4):
         loop.call(*body)
+    loop.call("aten::argmax")
     trace = loop.read(tmp_path)
     assert (trace.has_steps, trace.steps_by) == (False, None)
 
@@ -178,11 +202,11 @@ def test_some_steps_may_call_a_few_more_ops(tmp_path):
     """Each fourth step logs its loss, and the first one makes the optimizer's state."""
     loop = Loop()
     for number in range(12):
-        loop.call(ZERO, *FORWARD * 3, *LOSS, *["aten::zeros_like"] * 9 * (not number), STEP)
+        loop.call(ZERO, *FORWARD, *LOSS, *["aten::zeros_like"] * 9 * (not number), STEP)
         loop.call(*["aten::item"] * (number % 4 == 3))
     trace = loop.read(tmp_path)
     ops = [sum(op.kind == "op" for op in step.walk()) for step in trace.steps]
-    assert ops == [19, 10, 10, 11, *[10, 10, 10, 11] * 2]
+    assert ops == [22, 13, 13, 14, *[13, 13, 13, 14] * 2]
 
 
 def test_a_run_that_stored_facts_decides_itself_what_a_step_is(tmp_path):

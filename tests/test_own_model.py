@@ -8,11 +8,11 @@ import pytest
 import torch
 from references import ROOT
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
-from transformers import BertConfig, BertModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.trace import read
+from tracereader.trace import StepsBy, read
 
 PAGE = (ROOT / "docs/your-own-model.md").read_text()
 
@@ -130,3 +130,59 @@ def test_stacks_do_not_change_a_report(tmp_path):
         chains.append([(call.name, call.depth) for call in ours.cpu.chain[1:]])
     assert chains[0] == chains[1] == chains[2]
     assert ("aten::linear", 2) in chains[0]
+
+
+def without_marks(tmp_path, loop):
+    """Return the trace of a loop that does not call prof.step(), read with its steps told apart."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+        loop()
+    file = tmp_path / "loop.json"
+    prof.export_chrome_trace(str(file))
+    assert not any(name.startswith("ProfilerStep#") for name in names_of(file, "user_annotation"))
+    return read(file, steps_by=StepsBy.FOUND)
+
+
+def test_the_epochs_of_a_training_loop_have_a_step_for_each_batch(tmp_path):
+    """Gradients are set to zero between forward and backward, and the model is evaluated after training."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(4, 8), torch.randint(4, (4,))) for _ in range(5)]
+
+    def loop():
+        for _ in range(2):
+            for x, y in batches:
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        with torch.no_grad():
+            for x, _ in batches:
+                model(x).argmax(-1)
+
+    trace = without_marks(tmp_path, loop)
+    assert (trace.steps_by, trace.steps_end_with_it) == ("Optimizer.step#SGD.step", True)
+    assert len(trace.steps) == 2 * 5
+    for step in trace.steps:
+        names = [op.name for op in step.walk()]
+        assert names.count("aten::linear") == 2 and names.count("aten::cross_entropy_loss") == 1
+    assert sum(op.name == "aten::argmax" for op in trace.outside) == 5
+
+
+@torch.no_grad()
+def test_generate_without_marks_has_a_step_for_each_token(tmp_path):
+    """GPT-2 looks up tokens and positions, and its prompt is the first step."""
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64, bos_token_id=1, eos_token_id=2)
+    ).eval()
+    sizes = []
+    counter = model.transformer.register_forward_hook(lambda module, inputs, out: sizes.append(out[0].shape[1]))
+    prompt = torch.arange(3, 10)[None]
+    trace = without_marks(
+        tmp_path, lambda: model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    )
+    counter.remove()
+    assert sizes == [7, *[1] * 5]
+    assert trace.steps_by == "aten::embedding" and len(trace.steps) == len(sizes)
+    for step, rows in zip(trace.steps, sizes, strict=True):
+        first = next(op for op in step.walk() if op.name == "aten::embedding")
+        assert first.args["Input Dims"][1] == [1, rows]

@@ -5,13 +5,13 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import msgspec
 
 from tracereader.trace.document import TraceError
-from tracereader.trace.labels import LOADER, OPTIMIZER, STEP, ZEROES
+from tracereader.trace.labels import LOADER, OPTIMIZER, REGION, STEP, ZEROES
 from tracereader.trace.slices import Op
 
 # An annotation with fewer calls may be no loop. Of torch's own annotations, these come once in each step.
@@ -19,9 +19,12 @@ LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
 # The steps of a loop call the same ops. Some may call a few more, for example to log the loss: this share of the inner
 # steps has to be equal, and the others' numbers of ops have to be within these factors of theirs.
 EQUAL_SHARE, FEWER, MORE = 2 / 3, 0.8, 1.25
-# Generation looks up the embedding of the last token once for each new one, which one of these ops then chooses.
-LOOKS_UP_TOKENS, CHOOSE_A_TOKEN = "aten::embedding", ("aten::argmax", "aten::multinomial")
-_start = attrgetter("start")
+# A first or last step is whole if it has this share of the other steps' ops.
+WHOLE = 0.9
+# A language model looks up the embedding of the last token, and one of these ops chooses the next one. A compiled model
+# has the lookup in a region of torch.compile.
+LOOKUPS, CHOOSE = ("aten::embedding", REGION), ("aten::argmax", "aten::multinomial", "aten::topk")
+_start, _begin = attrgetter("start"), itemgetter(0)
 
 
 class StepsBy(enum.Enum):
@@ -82,8 +85,9 @@ def found(ops: Sequence[Op]) -> Marks | None:
 
     A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. The possible one with the
     most steps is right: where the steps would begin in the middle of the loop, one is incomplete. Without such calls, a
-    language model's lookup of its tokens begins the step of each token. The steps call nearly the same ops, except for
-    the first one, which may be a cold start or a prompt. What is recorded before and after the loop belongs to no step.
+    language model's first lookup after it has chosen a token begins a step. The steps call nearly the same ops, except
+    for the first one, which may be a cold start or a prompt. What is recorded before and after the loop belongs to no
+    step.
     """
     annotated = _by_call(op for op in ops if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
     possible = [
@@ -94,9 +98,8 @@ def found(ops: Sequence[Op]) -> Marks | None:
         for marks in _of_a_loop(ops, Marks(name, calls, track))
     ]
     if not annotated:
-        lookups = _by_call(op for op in ops if op.kind == "op" and op.name == LOOKS_UP_TOKENS)
-        for (name, track), calls in lookups.items():
-            possible += _of_tokens(ops, Marks(name, calls, track))
+        lookups = _by_call(op for op in ops if op.name.startswith(LOOKUPS))
+        possible = [marks for (name, track), calls in lookups.items() for marks in _of_tokens(ops, name, calls, track)]
     return max(possible, key=lambda marks: (len(marks.spans), marks.equal), default=None)
 
 
@@ -119,42 +122,59 @@ def _apart(calls: Sequence[Op]) -> list[tuple[int, int]]:
 
 def _of_a_loop(ops: Sequence[Op], calls: Marks) -> Iterator[Marks]:
     """Yield the steps that these annotations begin, and those that they end, if they are alike."""
-    own, start, until = _of_thread(ops, calls)
+    own, start, until = _of_thread(ops, calls.track)
     labels = [op for op in ops if op.track == calls.track and op.kind == "label"]
-    updates = sorted(op.start for op in labels if op.name.startswith(OPTIMIZER))
+    updates = _apart([op for op in labels if op.name.startswith(OPTIMIZER)])
+    if calls.name.startswith(ZEROES) and not _precedes_forward(calls.spans, updates, own):
+        return
     # How many ops a batch takes may depend on its samples.
     own = _outside(own, _apart([op for op in labels if op.name.startswith(LOADER)]))
+    begins = [begin for begin, _ in updates]
     if not calls.name.startswith(OPTIMIZER):
-        yield from _alike(calls, _begun(calls, until), own, updates)
+        yield from _alike(calls, [begin for begin, _ in calls.spans] + [until], own, begins)
     if not calls.name.startswith(LOADER):
-        ended = list(pairwise([start, *(end for _, end in calls.spans)]))
-        yield from _alike(msgspec.structs.replace(calls, ends_them=True), ended, own, updates)
+        ended = msgspec.structs.replace(calls, ends_them=True)
+        yield from _alike(ended, [start] + [end for _, end in calls.spans], own, begins)
 
 
-def _of_tokens(ops: Sequence[Op], calls: Marks) -> Iterator[Marks]:
-    """Yield the steps that begin with these lookups if they are alike, and each chooses a token."""
-    own, _, until = _of_thread(ops, calls)
-    choices = [op.start for op in own if op.name in CHOOSE_A_TOKEN]
-    for marks in _alike(calls, _begun(calls, until), own, choices) if choices else ():
-        inner = marks.spans[1:-1]
-        if inner and all(bisect.bisect_left(choices, end) > bisect.bisect_left(choices, start) for start, end in inner):
-            yield marks
+def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], ops: Sequence[Op]) -> bool:
+    """Return whether the gradients are set to zero before forward, not between it and backward, and not in a closure.
+
+    Then most ops on the thread lie between such a call and the optimizer's next step: those of forward. ops: by start.
+    """
+    at = [op.start for op in ops]
+    before = after = 0
+    for start, end in zeroes:
+        place = bisect.bisect_right(updates, start, key=_begin)
+        if place and updates[place - 1][1] > start:
+            return False  # the optimizer calls it
+        first, last = bisect.bisect_left(at, start), bisect.bisect_left(at, end)
+        if place:
+            before += first - bisect.bisect_left(at, updates[place - 1][1])
+        if place < len(updates):
+            after += bisect.bisect_left(at, updates[place][0]) - last
+    return after >= before
 
 
-def _of_thread(ops: Sequence[Op], calls: Marks) -> tuple[list[Op], int, int]:
-    """Return the ops of the calls' thread, by start, and the start and the end (ns) of all that it does.
+def _of_tokens(ops: Sequence[Op], name: str, lookups: Sequence[tuple[int, int]], track: tuple) -> Iterator[Marks]:
+    """Yield the steps that begin with the first of these lookups after each choice, if they are alike."""
+    own, _, until = _of_thread(ops, track)
+    choices = [op.start for op in own if op.name in CHOOSE]
+    before = [bisect.bisect_left(choices, start) for start, _ in lookups]  # choices before each lookup
+    firsts = [lookup for lookup, now, was in zip(lookups, before, [-1, *before], strict=False) if now != was]
+    if choices and choices[-1] > firsts[-1][0]:
+        yield from _alike(Marks(name, firsts, track), [begin for begin, _ in firsts] + [until], own)
+
+
+def _of_thread(ops: Sequence[Op], track: tuple) -> tuple[list[Op], int, int]:
+    """Return the ops of a thread, by start, and the start and the end (ns) of all that it does.
 
     A wait for the GPU after the loop does not count.
     """
-    slices = [op for op in ops if op.track == calls.track and op.kind != "label" and "Synchronize" not in op.name]
-    start = min([calls.spans[0][0], *(op.start for op in slices)])
-    until = max([calls.spans[-1][1], *(op.end for op in slices)])
+    slices = [op for op in ops if op.track == track and op.kind != "label" and "Synchronize" not in op.name]
+    start = min([op.start for op in slices], default=0)
+    until = max([op.end for op in slices], default=0)
     return sorted([op for op in slices if op.kind == "op"], key=_start), start, until
-
-
-def _begun(calls: Marks, until: int) -> list[tuple[int, int]]:
-    """Return the steps that begin with these calls. until: the end of the last one."""
-    return list(pairwise([*(start for start, _ in calls.spans), until]))
 
 
 def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
@@ -167,20 +187,24 @@ def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
     return [*kept, *ops[reached:]]
 
 
-def _alike(calls: Marks, spans: Sequence[tuple[int, int]], ops: Sequence[Op], marks: Sequence[int]) -> Iterator[Marks]:
+def _alike(calls: Marks, bounds: Sequence[int], ops: Sequence[Op], updates: Sequence[int] = ()) -> Iterator[Marks]:
     """Yield the steps without a first and a last one that are no whole steps; nothing if the others are not alike.
 
-    ops: those of the calls' thread, by start. marks: the times (ns) of something that is as frequent in each step.
+    bounds: where the steps begin, and the end of the last one (ns). ops: those of the calls' thread, by start. updates:
+    when the optimizer is called, which is as often in each step.
     """
+    spans = [span for span in pairwise(bounds) if span[0] < span[1]]
+    if len(spans) < LEAST_STEPS:
+        return
 
     def between(times: Sequence, key: Callable | None = None) -> list[slice]:
         return [slice(*(bisect.bisect_left(times, time, key=key) for time in span)) for span in spans]
 
     counts = [Counter(op.name for op in ops[place]) for place in between(ops, _start)]
     usual, equal = Counter(frozenset(one.items()) for one in counts).most_common(1)[0]
-    names, size = {name for name, _ in usual}, sum(count for _, count in usual)
+    size = sum(count for _, count in usual)
     first, *inner, last = counts
-    frequent = {len(marks[place]) for place in between(marks)[1:-1]}
+    frequent = {len(updates[place]) for place in between(updates)[1:-1]}
     same = sum(one.items() == usual for one in inner)
     if equal < 2 or not size or len(frequent) > 1 or same < EQUAL_SHARE * len(inner):
         return
@@ -188,7 +212,7 @@ def _alike(calls: Marks, spans: Sequence[tuple[int, int]], ops: Sequence[Op], ma
         return
 
     def is_whole(step: Counter, most: float) -> bool:
-        return FEWER * size <= step.total() <= most and names <= step.keys()
+        return step.total() <= most and sum(min(step[name], count) for name, count in usual) >= WHOLE * size
 
     # A first step that includes a cold start may call more ops, unless it may be what precedes the loop.
     begins = 0 if is_whole(first, MORE * size if calls.ends_them else first.total()) else 1
