@@ -73,6 +73,16 @@ def test_explained_steps_are_no_busy_machine(tmp_path, explained):
     assert busy_machine(summarize(read(steps(tmp_path, *lengths, **explained)))) is None
 
 
+def test_steps_with_inputs_of_equal_sizes_are_compared(tmp_path):
+    """The longest step has larger inputs than all others. The second longest one has the same as the shortest."""
+    trace = steps(tmp_path, 185, 180, 1_800, 9_000)
+    document = json.loads(trace.read_text())
+    *_, last = (e for e in document["traceEvents"] if e["name"] == "aten::mm")
+    last["args"]["Input Dims"] = [[640, 64], [64, 64]]
+    trace.write_text(json.dumps(document))
+    assert "step #2 took 10 times as long as step #1" in busy_machine(summarize(read(trace)))
+
+
 def test_inputs_of_other_sizes_are_no_busy_machine(tmp_path):
     """A longer sequence gives the same ops larger inputs."""
     trace = steps(tmp_path, 180, 190, 2_000)

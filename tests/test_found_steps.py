@@ -33,6 +33,10 @@ LOOPS = [
     (TRACES / "h100/graphs/lengths.json.gz", "Optimizer.step#AdamW.step", True),
     (TRACES / "h100/loops/scan_compiled.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
     (TRACES / "h100/solvers/lbfgs.json.gz", "Optimizer.step#LBFGS.step", True),
+    (TRACES / "models/bert_cold.json.gz", "aten::slice", False),
+    (TRACES / "h100/loops/attack.json.gz", "aten::clone", False),
+    (CHANGES / "vit/eager.json.gz", "aten::conv2d", False),
+    (CHANGES / "decode/eager.json.gz", "aten::layer_norm", False),
     (CHANGES / "logits/all.json.gz", "aten::embedding", False),
     (CHANGES / "optimizer/forloop.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", True),
     (CHANGES / "gpt2/recompute.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", True),
@@ -44,7 +48,7 @@ def without_a_loop():
     return [
         H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz",
         H200 / "01_matmul_add/64_bf16_cold_eager.json.gz",
-        CHANGES / "vit/eager.json.gz",
+        TRACES / "h100/flex/inference_compiled.json.gz",  # two layers, each with products for queries, keys and values
         TRACES / "h100/adapters/apart.json.gz",
         TRACES / "h100/loops/images.json.gz",  # one pass for each image
     ]
@@ -176,6 +180,37 @@ def test_a_token_begins_with_its_first_lookup(tmp_path, prompt, token):
     assert trace.steps_by == token[0] and len(trace.steps) == 6 + bool(prompt)
     for step in trace.steps[bool(prompt) :]:
         assert [op.name for op in step.walk()][1:] == list(token)
+
+
+LAYER = ("aten::layer_norm", "aten::linear", "aten::gelu", "aten::linear", "aten::add")
+
+
+def test_equal_passes_through_a_model_of_layers_are_steps(tmp_path):
+    passed = ("aten::conv2d", *LAYER * 6, "aten::mean", "aten::linear")
+    loop = Loop()
+    for _ in range(4):
+        loop.call(*passed)
+    trace = loop.call("aten::stack").read(tmp_path)
+    assert trace.steps_by == "aten::conv2d" and len(trace.steps) == 4
+    for step in trace.steps:
+        assert [op.name for op in step.walk() if op.kind == "op"] == list(passed)
+    assert [op.name for op in trace.outside] == ["aten::stack"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LAYER * 6,  # passes through layers without anything before or after them
+        ("aten::layer_norm", *("aten::linear", "aten::transpose") * 3, "aten::matmul", "aten::linear", "aten::add"),
+        ("aten::add", "aten::mul", "aten::exp") * 3 + ("aten::sum",),
+    ],
+    ids=["layers", "attention", "no product"],
+)
+def test_what_may_be_the_layers_of_one_pass_are_no_steps(tmp_path, body):
+    loop = Loop()
+    for _ in range(4):
+        loop.call(*body)
+    assert loop.read(tmp_path).steps_by is None
 
 
 @pytest.mark.parametrize(

@@ -311,16 +311,14 @@ def uneven(trace: Trace) -> Uneven | None:
 
     The first step is never the longer one, because it may be long for being the first.
     """
-    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
-    if not _far_apart(trace, steps):
+    pair = _farthest(trace, shapes=False)
+    # Reading the sizes of all inputs takes long. Most steps that call the same ops also have inputs of the same sizes.
+    if pair is not None and trace.has_shapes:
+        short, long = (_calls(trace.steps[place], shapes=True) for place in pair)
+        pair = pair if short == long else _farthest(trace, shapes=True)
+    if pair is None:
         return None
-    alike = defaultdict(list)
-    for place in steps:
-        alike[frozenset(_calls(trace.steps[place], trace.has_shapes).items())].append(place)
-    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
-    if not pairs:
-        return None
-    _, short, long = max(pairs)
+    short, long = pair
     less, own = (_self_by_name(trace.steps[place]) for place in (short, long))
     more = Counter({name: one.us - (less[name].us if name in less else 0.0) for name, one in own.items()})
     return Uneven(
@@ -330,6 +328,21 @@ def uneven(trace: Trace) -> Uneven | None:
         python_us=sum(us for name, us in more.items() if us > 0 and own[name].kinds == {"label"}),
         overheads_us=sum(one.us for one in _within(trace.overheads, trace.steps[long])),
     )
+
+
+def _farthest(trace: Trace, shapes: bool) -> tuple[int, int] | None:
+    """Return the short and the long step of the same calls whose times differ most, if they differ by several times.
+
+    shapes: whether the inputs' sizes count.
+    """
+    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
+    if not _far_apart(trace, steps):
+        return None
+    alike = defaultdict(list)
+    for place in steps:
+        alike[frozenset(_calls(trace.steps[place], shapes).items())].append(place)
+    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
+    return max(pairs)[1:] if pairs else None
 
 
 def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, int]]:

@@ -28,8 +28,7 @@ from tracereader.findings.finding import (
 )
 from tracereader.trace import STEP
 from tracereader.trace.kernel_names import cut
-from tracereader.trace.labels import COLLECTIVE, LOADER
-from tracereader.trace.marks import LOOKUPS
+from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 
 WAITS_NAMED = 2
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
@@ -503,7 +502,7 @@ def by_calls(summary: Summary, step: str = "") -> str:
     name = cut(source.steps_by, LONGEST_NAME) or "''"
     if source.steps_end_with_it:
         return f", each{step} up to the end of a call of {name}"
-    if source.steps_by.startswith(LOOKUPS):  # the model may call it several times in each step
+    if "::" in source.steps_by or source.steps_by.startswith(REGION):  # an op, which a step may call several times
         return f", each{step} beginning with a call of {name}"
     if len(summary.steps) > 1:
         return f", each{step} from a call of {name} to the next"

@@ -4,7 +4,7 @@ import bisect
 import enum
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
@@ -24,6 +24,9 @@ WHOLE = 0.9
 # A language model looks up the embedding of the last token, and one of these ops chooses the next one. A compiled model
 # has the lookup in a region of torch.compile.
 LOOKUPS, CHOOSE = ("aten::embedding", REGION), ("aten::argmax", "aten::multinomial", "aten::topk")
+# Ops in every layer of a model, by a part of their names. A layer that is repeated at least LEAST_STEPS times in a row
+# takes at least this share of a pass. The tried periods are those of so many first and so many frequent distances.
+IN_EVERY_LAYER, OF_A_PASS, PERIODS, DISTANCES = ("linear", "mm", "matmul", "conv", "attention"), 0.3, 200, 8
 _start, _begin = attrgetter("start"), itemgetter(0)
 
 
@@ -85,9 +88,9 @@ def found(ops: Sequence[Op]) -> Marks | None:
 
     A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. The possible one with the
     most steps is right: where the steps would begin in the middle of the loop, one is incomplete. Without such calls, a
-    language model's first lookup after it has chosen a token begins a step. The steps call nearly the same ops, except
-    for the first one, which may be a cold start or a prompt. What is recorded before and after the loop belongs to no
-    step.
+    language model's first lookup after it has chosen a token begins a step, or the steps are equal passes through a
+    model. The steps call nearly the same ops, except for the first one, which may be a cold start or a prompt. What is
+    recorded before and after the loop belongs to no step.
     """
     annotated = _by_call(op for op in ops if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
     possible = [
@@ -100,6 +103,7 @@ def found(ops: Sequence[Op]) -> Marks | None:
     if not annotated:
         lookups = _by_call(op for op in ops if op.name.startswith(LOOKUPS))
         possible = [marks for (name, track), calls in lookups.items() for marks in _of_tokens(ops, name, calls, track)]
+    possible = possible or list(_of_passes(ops))
     return max(possible, key=lambda marks: (len(marks.spans), marks.equal), default=None)
 
 
@@ -164,6 +168,51 @@ def _of_tokens(ops: Sequence[Op], name: str, lookups: Sequence[tuple[int, int]],
     firsts = [lookup for lookup, now, was in zip(lookups, before, [-1, *before], strict=False) if now != was]
     if choices and choices[-1] > firsts[-1][0]:
         yield from _alike(Marks(name, firsts, track), [begin for begin, _ in firsts] + [until], own)
+
+
+def _of_passes(ops: Sequence[Op]) -> Iterator[Marks]:
+    """Yield the passes through a model if the recording's outermost ops are equal passes from the first op on.
+
+    A single pass may consist of equal layers, too. So each pass has to have equal layers inside it.
+    """
+    busiest = Counter(op.track for op in ops if op.kind == "op").most_common(1)
+    if not busiest:
+        return
+    ((track, _),) = busiest
+    outermost: list[Op] = []
+    for op in _of_thread(ops, track)[0]:
+        if not outermost or op.start >= outermost[-1].end:
+            outermost.append(op)
+    names = [op.name for op in outermost]
+    places = (place for place in range(2, len(names) // LEAST_STEPS + 1) if names[place] == names[0])
+    for period in islice(places, PERIODS):
+        if names[period : LEAST_STEPS * period] != names[: (LEAST_STEPS - 1) * period]:
+            continue
+        differs = (now != before for now, before in zip(names[period:], names, strict=False))
+        passes = next((place for place, one in enumerate(differs, period) if one), len(names)) // period
+        if len(names) - passes * period >= period:
+            continue  # what follows is more than a part of one more pass
+        if _has_equal_layers(names[:period]):
+            starts = [op.start for op in outermost[: passes * period : period]]
+            yield Marks(names[0], list(pairwise([*starts, outermost[passes * period - 1].end])), track)
+        return  # several equal layers are no pass
+
+
+def _has_equal_layers(names: Sequence[str]) -> bool:
+    """Return whether equal sequences of ops, each with several products, follow each other in a pass.
+
+    A single product may follow an equal one in a layer, too, as for attention's queries, keys and values.
+    """
+    is_product = [any(part in name for part in IN_EVERY_LAYER) for name in names]
+    products = list(compress(range(len(names)), is_product))
+    apart = Counter(after - before for place, before in enumerate(products) for after in products[place + 1 :][:16])
+    for distance, _ in apart.most_common(DISTANCES):
+        run = 0
+        for place, (name, later) in enumerate(zip(names, names[distance:], strict=False)):
+            run = run + 1 if name == later else 0
+            if run >= max((LEAST_STEPS - 1) * distance, OF_A_PASS * len(names) - distance):
+                return sum(is_product[place + 1 : place + 1 + distance]) > 1
+    return False
 
 
 def _of_thread(ops: Sequence[Op], track: tuple) -> tuple[list[Op], int, int]:
