@@ -1,7 +1,9 @@
 """Changes that remove avoidable work are checked against the raw events of the trace."""
 
 import gzip
+import itertools
 import json
+import math
 import statistics
 
 import pytest
@@ -595,16 +597,65 @@ def test_a_static_cache_is_not_proposed_for_shapes_that_do_not_grow_token_by_tok
 
         return edit
 
-    def without_shapes(document):
-        for e in slices(document):
-            e.get("args", {}).pop("Input Dims", None)
-
     assert inference_changes.static_cache(case_of(path)) is not None
     assert inference_changes.static_cache(case_of(path, with_keys(lambda keys: 1024))) is None, "a cache of fixed size"
     assert inference_changes.static_cache(case_of(path, with_keys(lambda keys: 2 * keys))) is None, "no growing cache"
-    assert inference_changes.static_cache(case_of(path, without_shapes)) is None
     assert inference_changes.static_cache(case_of(CHANGES / "lengths/static.json.gz")) is None
     assert inference_changes.static_cache(case_of(LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz")) is None
+
+
+def without_shapes(document):
+    for e in slices(document):
+        for name in ("Input Dims", "Input type", "Input Strides", "Concrete Inputs"):
+            e.get("args", {}).pop(name, None)
+    document.pop("record_shapes", None)
+
+
+def appended(document):
+    """Yield the kernels that aten::cat launches in each step."""
+    events = slices(document)
+    cats = [e for e in events if e["name"] == "aten::cat"]
+    launches = {e["args"]["correlation"]: e for e in events if "Launch" in e["name"] and "args" in e}
+
+    def is_appended(one):
+        call = launches.get(one["args"]["correlation"])
+        return call and any(op["tid"] == call["tid"] and op["ts"] <= call["ts"] < end(op) for op in cats)
+
+    for mark in raw_steps(events):
+        yield [one for one in raw_work(events, mark) if one["cat"] == "kernel" and is_appended(one)]
+
+
+def test_without_shapes_the_blocks_of_appended_keys_show_that_a_cache_grows(case_of):
+    path = CHANGES / "lengths/flash.json.gz"
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    counts = {len(some) for some in appended(document)}
+    blocks = [sum(math.prod(one["args"]["grid"]) for one in some) for some in appended(document)]
+    assert len(counts) == 1 and blocks == sorted(blocks) and blocks[0] < blocks[-1]
+    proposal = inference_changes.static_cache(case_of(path, without_shapes))
+    assert (
+        f"the {counts.pop():,} kernels of aten::cat in a step have more blocks from step to step" in proposal.evidence
+    )
+
+    def fixed(document):
+        without_shapes(document)
+        for one in itertools.chain.from_iterable(appended(document)):
+            one["args"]["grid"] = [64, 1, 1]
+
+    def shrinking(document):
+        without_shapes(document)
+        for number, some in enumerate(appended(document)):
+            for one in some:
+                one["args"]["grid"] = [64 - number, 1, 1]
+
+    def without_attention(document):
+        without_shapes(document)
+        for e in slices(document):
+            if e["name"] == "aten::cat":
+                e["name"] = "aten::stack"
+
+    for edit in (fixed, shrinking, without_attention):
+        found = inference_changes.static_cache(case_of(path, edit))
+        assert (found is None) is True, edit.__name__
 
 
 @pytest.mark.parametrize(

@@ -216,5 +216,6 @@ def test_no_change_of_a_whole_recording_may_be_one_of_its_steps(unmarked, capsys
         assert cli.main([str(file), "--only", "try", *flags]) == 0
         said.append(" ".join(capsys.readouterr().out.split()))
     assert "no change that read-trace knows saves more than 2% of the recorded step. The whole recording" in said[0]
+    assert "The trace has no shapes; with record_shapes=True, more changes may be found." in said[0]
     assert "The whole recording counts as the step; with --steps, more changes may be found." in said[0]
     assert "whole recording" not in said[1]

@@ -4,6 +4,7 @@ from bisect import bisect_left
 
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
+from tracereader.figures.decoding import growing_appends
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.finding import counted, duration
 from tracereader.findings.gpu_changes import LEAST_KERNEL_US, SMALL_PRODUCT_US, moving_us
@@ -36,13 +37,19 @@ def static_cache(case: Case) -> Proposal | None:
     """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
     if case.trace.trains or not can_be_captured(case):
         return None
+    how = f'generate(…, cache_implementation="static"), or {STATIC}'
     if keys := case.growing_keys:
         attending = (op for step in case.steps for op in attention_calls(step))
         calls, graph = [op for op in attending if queries_and_keys(op)[0] == 1], case.graph
-        how = f'generate(…, cache_implementation="static"), or {STATIC}'
         seen = (
             f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
             "with each token"
+        )
+    elif not case.trace.has_shapes and (appends := growing_appends(case.compared)):
+        calls, graph = [op for step in case.steps for op in attention_calls(step)], case.graph
+        seen = (
+            f"the {appends:,} kernels of aten::cat in a step have more blocks from step to step, as where a KV cache "
+            "grows; record_shapes=True shows its keys"
         )
     elif case.recomputed_tokens:
         calls, graph = _calls_with_a_cache(case), with_durations(case.graph, case.in_all_steps(_of_new_tokens(case)))

@@ -501,7 +501,7 @@ def by_calls(summary: Summary, step: str = "") -> str:
         return ""
     name = cut(source.steps_by, LONGEST_NAME) or "''"
     if source.steps_end_with_it:
-        return f", each{step} up to the end of a call of {name}"
+        return f", each{step} ending with a call of {name}"
     if "::" in source.steps_by or source.steps_by.startswith(REGION):  # an op, which a step may call several times
         return f", each{step} beginning with a call of {name}"
     if len(summary.steps) > 1:

@@ -115,6 +115,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     limit = steps.longest_waits(summary)
+    if not (summary.source.shapes_recorded or summary.source.facts.script) and summary.has_gpu_work:
+        limit = f"The trace has no shapes; with record_shapes=True, more changes may be found. {limit}".strip()
     if summary.source.may_be_steps is not None:
         limit = f"The whole recording counts as the step; with --steps, more changes may be found. {limit}".strip()
     known = summary.unprofiled_step_us is not None

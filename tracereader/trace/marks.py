@@ -19,6 +19,8 @@ LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
 # The steps of a loop call the same ops. Some may call a few more, for example to log the loss: this share of the inner
 # steps has to be equal, and the others' numbers of ops have to be within these factors of theirs.
 EQUAL_SHARE, FEWER, MORE = 2 / 3, 0.8, 1.25
+# Optimizers of one class may take turns, as those of two networks that compete: so many of them are tried.
+TAKE_TURNS = (2, 3, 4)
 # A first or last step is whole if it has this share of the other steps' ops.
 WHOLE = 0.9
 # A language model looks up the embedding of the last token, and one of these ops chooses the next one. A compiled model
@@ -93,13 +95,15 @@ def found(ops: Sequence[Op]) -> Marks | None:
     recorded before and after the loop belongs to no step.
     """
     annotated = _by_call(op for op in ops if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
-    possible = [
-        marks
-        for begins in ONCE_IN_A_STEP
-        for (name, track), calls in annotated.items()
-        if name.startswith(begins)
-        for marks in _of_a_loop(ops, Marks(name, calls, track))
-    ]
+
+    def of_loops(begins: str, every: int = 1) -> list[Marks]:
+        """Return the possible steps that each call, or each second one and so on, of such annotations marks."""
+        some = ((key, calls) for key, calls in annotated.items() if key[0].startswith(begins))
+        return [one for (name, track), calls in some for one in _of_a_loop(ops, name, calls[every - 1 :: every], track)]
+
+    possible = [one for begins in ONCE_IN_A_STEP for one in of_loops(begins)]
+    for optimizers in TAKE_TURNS:
+        possible = possible or of_loops(OPTIMIZER, optimizers)
     if not annotated:
         lookups = _by_call(op for op in ops if op.name.startswith(LOOKUPS))
         possible = [marks for (name, track), calls in lookups.items() for marks in _of_tokens(ops, name, calls, track)]
@@ -124,21 +128,20 @@ def _apart(calls: Sequence[Op]) -> list[tuple[int, int]]:
     return spans
 
 
-def _of_a_loop(ops: Sequence[Op], calls: Marks) -> Iterator[Marks]:
-    """Yield the steps that these annotations begin, and those that they end, if they are alike."""
-    own, start, until = _of_thread(ops, calls.track)
-    labels = [op for op in ops if op.track == calls.track and op.kind == "label"]
+def _of_a_loop(ops: Sequence[Op], name: str, calls: Sequence[tuple[int, int]], track: tuple) -> Iterator[Marks]:
+    """Yield the steps that these calls of an annotation begin, and those that they end, if they are alike."""
+    own, start, until = _of_thread(ops, track)
+    labels = [op for op in ops if op.track == track and op.kind == "label"]
     updates = _apart([op for op in labels if op.name.startswith(OPTIMIZER)])
-    if calls.name.startswith(ZEROES) and not _precedes_forward(calls.spans, updates, own):
+    if name.startswith(ZEROES) and not _precedes_forward(calls, updates, own):
         return
     # How many ops a batch takes may depend on its samples.
     own = _outside(own, _apart([op for op in labels if op.name.startswith(LOADER)]))
     begins = [begin for begin, _ in updates]
-    if not calls.name.startswith(OPTIMIZER):
-        yield from _alike(calls, [begin for begin, _ in calls.spans] + [until], own, begins)
-    if not calls.name.startswith(LOADER):
-        ended = msgspec.structs.replace(calls, ends_them=True)
-        yield from _alike(ended, [start] + [end for _, end in calls.spans], own, begins)
+    if not name.startswith(OPTIMIZER):
+        yield from _alike(Marks(name, (), track), [begin for begin, _ in calls] + [until], own, begins)
+    if not name.startswith(LOADER):
+        yield from _alike(Marks(name, (), track, ends_them=True), [start] + [end for _, end in calls], own, begins)
 
 
 def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], ops: Sequence[Op]) -> bool:
@@ -167,7 +170,7 @@ def _of_tokens(ops: Sequence[Op], name: str, lookups: Sequence[tuple[int, int]],
     before = [bisect.bisect_left(choices, start) for start, _ in lookups]  # choices before each lookup
     firsts = [lookup for lookup, now, was in zip(lookups, before, [-1, *before], strict=False) if now != was]
     if choices and choices[-1] > firsts[-1][0]:
-        yield from _alike(Marks(name, firsts, track), [begin for begin, _ in firsts] + [until], own)
+        yield from _alike(Marks(name, (), track), [begin for begin, _ in firsts] + [until], own)
 
 
 def _of_passes(ops: Sequence[Op]) -> Iterator[Marks]:
@@ -236,8 +239,8 @@ def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
     return [*kept, *ops[reached:]]
 
 
-def _alike(calls: Marks, bounds: Sequence[int], ops: Sequence[Op], updates: Sequence[int] = ()) -> Iterator[Marks]:
-    """Yield the steps without a first and a last one that are no whole steps; nothing if the others are not alike.
+def _alike(marks: Marks, bounds: Sequence[int], ops: Sequence[Op], updates: Sequence[int] = ()) -> Iterator[Marks]:
+    """Yield the marks with the steps, without a first and a last one that are no whole steps; none if they differ.
 
     bounds: where the steps begin, and the end of the last one (ns). ops: those of the calls' thread, by start. updates:
     when the optimizer is called, which is as often in each step.
@@ -264,6 +267,6 @@ def _alike(calls: Marks, bounds: Sequence[int], ops: Sequence[Op], updates: Sequ
         return step.total() <= most and sum(min(step[name], count) for name, count in usual) >= WHOLE * size
 
     # A first step that includes a cold start may call more ops, unless it may be what precedes the loop.
-    begins = 0 if is_whole(first, MORE * size if calls.ends_them else first.total()) else 1
+    begins = 0 if is_whole(first, MORE * size if marks.ends_them else first.total()) else 1
     kept = spans[begins : len(spans) if is_whole(last, MORE * size) else -1]
-    yield msgspec.structs.replace(calls, spans=kept, equal=equal)
+    yield msgspec.structs.replace(marks, spans=kept, equal=equal)
