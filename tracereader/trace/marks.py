@@ -3,7 +3,7 @@
 import bisect
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -21,11 +21,13 @@ LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
 EQUAL_SHARE, FEWER, MORE = 2 / 3, 0.8, 1.25
 # Optimizers of one class may take turns, as those of two networks that compete: so many of them are tried.
 TAKE_TURNS = (2, 3, 4)
+# A program calls few optimizers and loaders. Of more names, the first ones are tried.
+MANY_NAMES = 8
 # A first or last step is whole if it has this share of the other steps' ops.
 WHOLE = 0.9
 # A language model looks up the embedding of the last token, and one of these ops chooses the next one. A compiled model
 # has the lookup in a region of torch.compile.
-LOOKUPS, CHOOSE = ("aten::embedding", REGION), ("aten::argmax", "aten::multinomial", "aten::topk")
+LOOKS_UP, CHOOSE = "aten::embedding", ("aten::argmax", "aten::multinomial", "aten::topk")
 # Ops in every layer of a model, by a part of their names. A layer that is repeated at least LEAST_STEPS times in a row
 # takes at least this share of a pass. The tried periods are those of so many first and so many frequent distances.
 IN_EVERY_LAYER, OF_A_PASS, PERIODS, DISTANCES = ("linear", "mm", "matmul", "conv", "attention"), 0.3, 200, 8
@@ -94,29 +96,59 @@ def found(ops: Sequence[Op]) -> Marks | None:
     model. The steps call nearly the same ops, except for the first one, which may be a cold start or a prompt. What is
     recorded before and after the loop belongs to no step.
     """
-    annotated = _by_call(op for op in ops if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
-
-    def of_loops(begins: str, every: int = 1) -> list[Marks]:
-        """Return the possible steps that each call, or each second one and so on, of such annotations marks."""
-        some = ((key, calls) for key, calls in annotated.items() if key[0].startswith(begins))
-        return [one for (name, track), calls in some for one in _of_a_loop(ops, name, calls[every - 1 :: every], track)]
-
-    possible = [one for begins in ONCE_IN_A_STEP for one in of_loops(begins)]
+    threads = _threads(ops)
+    annotated = any(thread.calls for thread in threads)
+    possible = [marks for thread in threads for marks in _of_loops(thread)]
     for optimizers in TAKE_TURNS:
-        possible = possible or of_loops(OPTIMIZER, optimizers)
+        possible = possible or [marks for thread in threads for marks in _of_loops(thread, optimizers)]
     if not annotated:
-        lookups = _by_call(op for op in ops if op.name.startswith(LOOKUPS))
-        possible = [marks for (name, track), calls in lookups.items() for marks in _of_tokens(ops, name, calls, track)]
-    possible = possible or list(_of_passes(ops))
+        possible = [marks for thread in threads for marks in _of_tokens(thread)]
+    if not possible and threads:
+        possible = list(_of_passes(threads[0]))
     return max(possible, key=lambda marks: (len(marks.spans), marks.equal), default=None)
 
 
-def _by_call(calls: Iterable[Op]) -> dict[tuple[str, tuple], list[tuple[int, int]]]:
-    """Return start and end of the calls of each name and thread that has enough of them, in order."""
-    some: dict[tuple[str, tuple], list[Op]] = defaultdict(list)
-    for op in calls:
-        some[op.name, op.track].append(op)
-    return {key: spans for key, own in some.items() if len(spans := _apart(own)) >= LEAST_STEPS}
+class _Thread(msgspec.Struct):
+    """What a thread does: ops by start, the start and end (ns) of all slices, and calls of ONCE_IN_A_STEP by name.
+
+    regions: calls of compiled code, which are ops or annotations, by version.
+    """
+
+    track: tuple
+    ops: list[Op]
+    regions: list[Op]
+    start: int
+    until: int
+    calls: dict[str, list[tuple[int, int]]]
+
+    def of(self, begins: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Yield the calls of each annotation whose name begins so."""
+        return ((name, spans) for name, spans in self.calls.items() if name.startswith(begins))
+
+    def all_of(self, begins: str) -> list[tuple[int, int]]:
+        return sorted(span for _, spans in self.of(begins) for span in spans)
+
+
+def _threads(ops: Sequence[Op]) -> list[_Thread]:
+    """Return the threads that run ops, the one with the most ops first."""
+    by_track: dict[tuple, list[Op]] = defaultdict(list)
+    for op in ops:
+        by_track[op.track].append(op)
+    found = []
+    for track, own in by_track.items():
+        # A wait for the GPU after the loop does not count.
+        slices = [op for op in own if op.kind != "label" and "Synchronize" not in op.name]
+        run = sorted([op for op in slices if op.kind == "op"], key=_start)
+        calls: dict[str, list[Op]] = defaultdict(list)
+        for op in own:
+            if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP):
+                calls[op.name].append(op)
+        if run:
+            start, until = min([op.start for op in slices]), max([op.end for op in slices])
+            regions = [op for op in own if op.name.startswith(REGION)]
+            by_name = {name: _apart(some) for name, some in calls.items()}
+            found.append(_Thread(track, run, regions, start, until, by_name))
+    return sorted(found, key=lambda one: -len(one.ops))
 
 
 def _apart(calls: Sequence[Op]) -> list[tuple[int, int]]:
@@ -128,20 +160,26 @@ def _apart(calls: Sequence[Op]) -> list[tuple[int, int]]:
     return spans
 
 
-def _of_a_loop(ops: Sequence[Op], name: str, calls: Sequence[tuple[int, int]], track: tuple) -> Iterator[Marks]:
-    """Yield the steps that these calls of an annotation begin, and those that they end, if they are alike."""
-    own, start, until = _of_thread(ops, track)
-    labels = [op for op in ops if op.track == track and op.kind == "label"]
-    updates = _apart([op for op in labels if op.name.startswith(OPTIMIZER)])
-    if name.startswith(ZEROES) and not _precedes_forward(calls, updates, own):
-        return
-    # How many ops a batch takes may depend on its samples.
-    own = _outside(own, _apart([op for op in labels if op.name.startswith(LOADER)]))
+def _of_loops(thread: _Thread, optimizers: int = 1) -> Iterator[Marks]:
+    """Yield the steps that calls of torch's annotations begin or end, if the steps are alike.
+
+    optimizers: how many steps of optimizers with equal names are one step of the loop.
+    """
+    updates = thread.all_of(OPTIMIZER)
     begins = [begin for begin, _ in updates]
-    if not name.startswith(OPTIMIZER):
-        yield from _alike(Marks(name, (), track), [begin for begin, _ in calls] + [until], own, begins)
-    if not name.startswith(LOADER):
-        yield from _alike(Marks(name, (), track, ends_them=True), [start] + [end for _, end in calls], own, begins)
+    # How many ops a batch takes may depend on its samples.
+    own = _outside(thread.ops, thread.all_of(LOADER))
+    for prefix in ONCE_IN_A_STEP if optimizers == 1 else (OPTIMIZER,):
+        for name, calls in islice(thread.of(prefix), MANY_NAMES):
+            calls = calls[optimizers - 1 :: optimizers]
+            if len(calls) < LEAST_STEPS or (prefix == ZEROES and not _precedes_forward(calls, updates, thread.ops)):
+                continue
+            if prefix != OPTIMIZER:
+                bounds = [*(begin for begin, _ in calls), thread.until]
+                yield from _alike(Marks(name, (), thread.track), bounds, own, begins)
+            if prefix != LOADER:
+                bounds = [thread.start, *(end for _, end in calls)]
+                yield from _alike(Marks(name, (), thread.track, ends_them=True), bounds, own, begins)
 
 
 def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], ops: Sequence[Op]) -> bool:
@@ -163,27 +201,30 @@ def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple
     return after >= before
 
 
-def _of_tokens(ops: Sequence[Op], name: str, lookups: Sequence[tuple[int, int]], track: tuple) -> Iterator[Marks]:
-    """Yield the steps that begin with the first of these lookups after each choice, if they are alike."""
-    own, _, until = _of_thread(ops, track)
-    choices = [op.start for op in own if op.name in CHOOSE]
-    before = [bisect.bisect_left(choices, start) for start, _ in lookups]  # choices before each lookup
-    firsts = [lookup for lookup, now, was in zip(lookups, before, [-1, *before], strict=False) if now != was]
-    if choices and choices[-1] > firsts[-1][0]:
-        yield from _alike(Marks(name, (), track), [begin for begin, _ in firsts] + [until], own)
+def _of_tokens(thread: _Thread) -> Iterator[Marks]:
+    """Yield the steps that begin with the first lookup after each choice, if they are alike."""
+    firsts: dict[str, list[int]] = defaultdict(list)
+    chosen, last = True, 0
+    for op in sorted([op for op in thread.ops if op.name in (LOOKS_UP, *CHOOSE)] + thread.regions, key=_start):
+        if op.name in CHOOSE:
+            chosen, last = True, op.start
+        elif chosen:
+            firsts[op.name].append(op.start)
+            chosen = False
+    if not firsts:
+        return
+    name, starts = max(firsts.items(), key=lambda one: len(one[1]))
+    if last > starts[-1]:
+        yield from _alike(Marks(name, (), thread.track), [*starts, thread.until], thread.ops)
 
 
-def _of_passes(ops: Sequence[Op]) -> Iterator[Marks]:
-    """Yield the passes through a model if the recording's outermost ops are equal passes from the first op on.
+def _of_passes(thread: _Thread) -> Iterator[Marks]:
+    """Yield the passes through a model if a thread's outermost ops are equal passes from the first op on.
 
     A single pass may consist of equal layers, too. So each pass has to have equal layers inside it.
     """
-    busiest = Counter(op.track for op in ops if op.kind == "op").most_common(1)
-    if not busiest:
-        return
-    ((track, _),) = busiest
     outermost: list[Op] = []
-    for op in _of_thread(ops, track)[0]:
+    for op in thread.ops:
         if not outermost or op.start >= outermost[-1].end:
             outermost.append(op)
     names = [op.name for op in outermost]
@@ -197,7 +238,7 @@ def _of_passes(ops: Sequence[Op]) -> Iterator[Marks]:
             continue  # what follows is more than a part of one more pass
         if _has_equal_layers(names[:period]):
             starts = [op.start for op in outermost[: passes * period : period]]
-            yield Marks(names[0], list(pairwise([*starts, outermost[passes * period - 1].end])), track)
+            yield Marks(names[0], list(pairwise([*starts, outermost[passes * period - 1].end])), thread.track)
         return  # several equal layers are no pass
 
 
@@ -216,17 +257,6 @@ def _has_equal_layers(names: Sequence[str]) -> bool:
             if run >= max((LEAST_STEPS - 1) * distance, OF_A_PASS * len(names) - distance):
                 return sum(is_product[place + 1 : place + 1 + distance]) > 1
     return False
-
-
-def _of_thread(ops: Sequence[Op], track: tuple) -> tuple[list[Op], int, int]:
-    """Return the ops of a thread, by start, and the start and the end (ns) of all that it does.
-
-    A wait for the GPU after the loop does not count.
-    """
-    slices = [op for op in ops if op.track == track and op.kind != "label" and "Synchronize" not in op.name]
-    start = min([op.start for op in slices], default=0)
-    until = max([op.end for op in slices], default=0)
-    return sorted([op for op in slices if op.kind == "op"], key=_start), start, until
 
 
 def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
