@@ -94,7 +94,7 @@ class Loop:
 
     def call(self, *names, us=10):
         for name in names:
-            is_op = name.startswith("aten::")
+            is_op = "::" in name
             self.events.append(event(name, "cpu_op" if is_op else "user_annotation", self.now, us - 1))
             self.now += us
         return self
@@ -106,6 +106,7 @@ class Loop:
 
 
 ZERO, STEP = "Optimizer.zero_grad#Adam.zero_grad", "Optimizer.step#Adam.step"
+GRADIENT = "torch::autograd::AccumulateGrad"
 FORWARD, LOSS = ("aten::linear", "aten::relu") * 6, ("aten::mse_loss",)
 
 
@@ -147,7 +148,7 @@ def test_what_precedes_and_follows_the_loop_belongs_to_no_step(tmp_path, capsys)
     assert cli.main([str(trace.path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"3 steps of 140.0 µs, each ending with a call of {STEP} · " in said
-    assert "839.0 µs of the recording lie outside the steps" in said  # 40 x 10 + 140 - 1 before, and 30 x 10 after
+    assert "839.0 µs of the recording lies outside the steps" in said  # 40 x 10 + 140 - 1 before, and 30 x 10 after
 
 
 def test_a_batch_that_is_not_the_last_one_of_its_step_is_no_step(tmp_path):
@@ -184,14 +185,100 @@ def test_a_token_begins_with_its_first_lookup(tmp_path, prompt, token):
 
 def test_networks_that_take_turns_are_trained_in_one_step(tmp_path):
     """Both optimizers have one name, so each second call ends a step."""
-    one, other = (ZERO, *FORWARD, *LOSS, STEP), (ZERO, *FORWARD, *FORWARD, *LOSS, "aten::neg", STEP)
+    one = (ZERO, *FORWARD, *LOSS, *[GRADIENT] * 4, STEP)
+    other = (ZERO, *FORWARD, *FORWARD, *LOSS, *[GRADIENT] * 8, STEP)
     loop = Loop()
     for _ in range(4):
         loop.call(*one, *other)
     trace = loop.read(tmp_path)
     assert (trace.steps_by, trace.steps_end_with_it, len(trace.steps)) == (STEP, True, 4)
-    ops = [name for name in (*one, *other) if name.startswith("aten::")]
+    assert trace.calls_in_a_step == 2
+    ops = [name for name in (*one, *other) if "::" in name]
     assert [[op.name for op in step.walk() if op.kind == "op"] for step in trace.steps] == [ops] * 4
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_a_loop_that_does_more_in_some_steps_is_not_taken_for_networks_that_take_turns(tmp_path, every):
+    """An average of the weights is updated in some steps, but all steps update the same parameters."""
+    loop = Loop()
+    for number in range(12):
+        loop.call(ZERO, *FORWARD, *LOSS, *[GRADIENT] * 6, STEP, *["aten::lerp_"] * 8 * (number % every == 0))
+    trace = loop.read(tmp_path)
+    assert trace.calls_in_a_step == 1 and len(trace.steps) in (1, 11, 12)
+
+
+def test_networks_with_several_updates_in_a_step_are_not_taken_for_steps(tmp_path):
+    """Two critics and an actor: two of three updates have equal ops, and the third one nearly as many."""
+    critic = (*FORWARD, "aten::neg", *LOSS, *[GRADIENT] * 4, STEP)
+    actor = (*FORWARD, "aten::mean", *LOSS, *[GRADIENT] * 6, STEP)
+    loop = Loop()
+    for _ in range(5):
+        loop.call(*critic, *critic, *actor)
+    trace = loop.read(tmp_path)
+    assert (trace.steps_by, len(trace.steps), trace.calls_in_a_step) == (STEP, 5, 3)
+
+
+def test_one_iteration_with_several_updates_is_no_loop(tmp_path):
+    loop = Loop().call(*FORWARD * 3, *LOSS, STEP, *FORWARD, *LOSS, STEP, *FORWARD, *LOSS, STEP)
+    assert loop.read(tmp_path).steps_by is None
+
+
+def test_an_optimizer_for_each_parameter_in_backward_marks_no_steps(tmp_path):
+    """A hook calls it inside the engine's op of each parameter."""
+    loop = Loop().call(*FORWARD)
+    for _ in range(12):
+        begin = loop.now
+        loop.call("aten::mm", STEP, "aten::mul_")
+        engine = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+        loop.events.append(event(engine, "cpu_op", begin, loop.now - begin - 0.5))
+    assert loop.read(tmp_path).steps_by is None
+
+
+@pytest.mark.parametrize("before", [0, 40], ids=["nothing", "models are made"])
+def test_the_last_of_several_optimizers_ends_the_step(tmp_path, before):
+    other = "Optimizer.step#SGD.step"
+    loop = Loop().call(*["aten::uniform_"] * before)
+    for _ in range(5):
+        loop.call(*FORWARD, *LOSS, other, *FORWARD * 2, *LOSS, "aten::neg", STEP)
+    trace = loop.read(tmp_path)
+    assert (trace.steps_by, len(trace.steps)) == (STEP, 5 - bool(before))
+
+
+def test_layers_that_choose_experts_in_compiled_code_are_no_tokens(tmp_path):
+    loop = Loop()
+    for _ in range(8):
+        begin = loop.now
+        loop.call("aten::linear", "aten::topk", "aten::linear")
+        loop.events.append(event("Torch-Compiled Region: 0/0", "cpu_op", begin, loop.now - begin - 0.5))
+    assert loop.call("aten::linear").read(tmp_path).steps_by is None
+
+
+def test_a_batch_before_generation_does_not_hide_the_tokens(tmp_path):
+    loop = Loop().call(LOADER)
+    for _ in range(6):
+        loop.call("aten::embedding", *FORWARD, "aten::argmax")
+    assert loop.read(tmp_path).steps_by == "aten::embedding"
+
+
+def test_what_follows_the_loop_is_in_no_step(tmp_path):
+    loop = Loop()
+    for _ in range(5):
+        loop.call(LOADER, *FORWARD)
+    trace = loop.call("aten::copy_", "aten::item", us=5000).read(tmp_path)
+    assert [step.us for step in trace.steps] == [10 * (1 + len(FORWARD))] * 5
+    assert [op.name for op in trace.outside] == ["aten::copy_", "aten::item"]
+
+
+def test_the_thread_with_the_most_ops_decides(tmp_path):
+    """A thread of the loader loads more batches than the model trains on."""
+    loop = Loop()
+    for _ in range(10):
+        loop.call(ZERO, *FORWARD, *LOSS, STEP)
+    for number in range(14):
+        for name, kind in ((LOADER, "user_annotation"), ("aten::_pin_memory", "cpu_op")):
+            loop.events.append(event(name, kind, 20 * number + 10 * (kind == "cpu_op"), 9, tid=7))
+    trace = loop.read(tmp_path)
+    assert trace.steps_by == ZERO and len(trace.steps) == 10
 
 
 LAYER = ("aten::layer_norm", "aten::linear", "aten::gelu", "aten::linear", "aten::add")
@@ -215,8 +302,10 @@ def test_equal_passes_through_a_model_of_layers_are_steps(tmp_path):
         LAYER * 6,  # passes through layers without anything before or after them
         ("aten::layer_norm", *("aten::linear", "aten::transpose") * 3, "aten::matmul", "aten::linear", "aten::add"),
         ("aten::add", "aten::mul", "aten::exp") * 3 + ("aten::sum",),
+        ("aten::layer_norm", *("aten::linear", "aten::silu", "aten::linear") * 4, "aten::add"),
+        ("autograd::engine::evaluate_function: MmBackward0", *LAYER * 6, "aten::mean"),
     ],
-    ids=["layers", "attention", "no product"],
+    ids=["layers", "attention", "no product", "experts", "backward"],
 )
 def test_what_may_be_the_layers_of_one_pass_are_no_steps(tmp_path, body):
     loop = Loop()
@@ -251,7 +340,7 @@ def test_some_steps_may_call_a_few_more_ops(tmp_path):
         loop.call(*["aten::item"] * (number % 4 == 3))
     trace = loop.read(tmp_path)
     ops = [sum(op.kind == "op" for op in step.walk()) for step in trace.steps]
-    assert ops == [22, 13, 13, 14, *[13, 13, 13, 14] * 2]
+    assert ops == [22, 13, 13, 14, 13, 13, 13, 14, 13, 13, 13, 13]  # what follows the last step does not count
 
 
 def test_a_run_that_stored_facts_decides_itself_what_a_step_is(tmp_path):

@@ -185,7 +185,7 @@ def test_one_call_is_not_said_to_last_until_the_next(tmp_path, capsys):
     assert cli.main([str(written(tmp_path, "w", (50, 60))), "--steps", "w"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "one step of 60.0 µs, a call of w · 326.0 µs of the recording lie outside the step CPU only." in said
+        "one step of 60.0 µs, a call of w · 326.0 µs of the recording lies outside the step CPU only." in said
         and "to the next" not in said
     )
 

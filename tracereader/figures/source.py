@@ -55,6 +55,7 @@ class Source(msgspec.Struct, frozen=True):
     has_steps: bool
     steps_by: str | None  # the annotation or op whose calls mark the steps, if the profiler's own marks do not
     steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
+    calls_in_a_step: int  # of those that end steps: 2 if each second call does
     outside_us: float | None  # of a recording with such steps, the time before and after them
     may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
     shapes_recorded: bool
@@ -74,6 +75,7 @@ def source(trace: Trace) -> Source:
         has_steps=trace.has_steps,
         steps_by=trace.steps_by,
         steps_end_with_it=trace.steps_end_with_it,
+        calls_in_a_step=trace.calls_in_a_step,
         outside_us=_outside_us(trace) if trace.steps_by is not None else None,
         may_be_steps=None if trace.has_steps else _may_be_steps(trace),
         shapes_recorded=trace.has_shapes,

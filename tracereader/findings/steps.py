@@ -501,7 +501,8 @@ def by_calls(summary: Summary, step: str = "") -> str:
         return ""
     name = cut(source.steps_by, LONGEST_NAME) or "''"
     if source.steps_end_with_it:
-        return f", each{step} ending with a call of {name}"
+        call = {1: "a", 2: "every second", 3: "every third"}.get(source.calls_in_a_step, "every fourth")
+        return f", each{step} ending with {call} call of {name}"
     if "::" in source.steps_by or source.steps_by.startswith(REGION):  # an op, which a step may call several times
         return f", each{step} beginning with a call of {name}"
     if len(summary.steps) > 1:
@@ -518,7 +519,7 @@ def outside(summary: Summary) -> str:
     us, steps_us = summary.source.outside_us, sum(one.cpu_us for one in summary.steps)
     if not us or us < MUCH_OUTSIDE * steps_us:
         return ""
-    return f"{duration(us)} of the recording lie outside the {'steps' if len(summary.steps) > 1 else 'step'}"
+    return f"{duration(us)} of the recording lies outside the {'steps' if len(summary.steps) > 1 else 'step'}"
 
 
 def _gaps(summary: Summary) -> list[float]:

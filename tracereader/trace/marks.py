@@ -1,9 +1,9 @@
-"""The marks of a trace's steps: the profiler's own, or the calls of an annotation that come once in each step."""
+"""The marks of a trace's steps besides the profiler's own: calls of an annotation or op that come once in each step."""
 
 import bisect
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -11,17 +11,18 @@ from pathlib import Path
 import msgspec
 
 from tracereader.trace.document import TraceError
-from tracereader.trace.labels import LOADER, OPTIMIZER, REGION, STEP, ZEROES
-from tracereader.trace.slices import Op
+from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, REGION, STEP, ZEROES
+from tracereader.trace.slices import Op, sort_by_start
 
-# An annotation with fewer calls may be no loop. Of torch's own annotations, these come once in each step.
+# With fewer calls or steps it may be no loop. Of torch's own annotations, these usually come once in each step.
 LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
 # The steps of a loop call the same ops. Some may call a few more, for example to log the loss: this share of the inner
 # steps has to be equal, and the others' numbers of ops have to be within these factors of theirs.
 EQUAL_SHARE, FEWER, MORE = 2 / 3, 0.8, 1.25
-# Optimizers of one class may take turns, as those of two networks that compete: so many of them are tried.
-TAKE_TURNS = (2, 3, 4)
-# A program calls few optimizers and loaders. Of more names, the first ones are tried.
+# Optimizers of one class may take turns, as those of two networks that compete: so many of them are tried. They update
+# different numbers of parameters. Steps whose numbers of gradients differ by less than this share are equal.
+TAKE_TURNS, SAME_GRADIENTS = (2, 3, 4), 0.9
+# A program calls few optimizers and loaders. Of more names of one kind, the first ones are tried.
 MANY_NAMES = 8
 # A first or last step is whole if it has this share of the other steps' ops.
 WHOLE = 0.9
@@ -31,15 +32,17 @@ LOOKS_UP, CHOOSE = "aten::embedding", ("aten::argmax", "aten::multinomial", "ate
 # Ops in every layer of a model, by a part of their names. A layer that is repeated at least LEAST_STEPS times in a row
 # takes at least this share of a pass. The tried periods are those of so many first and so many frequent distances.
 IN_EVERY_LAYER, OF_A_PASS, PERIODS, DISTANCES = ("linear", "mm", "matmul", "conv", "attention"), 0.3, 200, 8
+# A layer also normalizes or convolves. The experts or adapters in a layer do not.
+ONLY_IN_LAYERS = ("norm", "rsqrt", "conv")
 _start, _begin = attrgetter("start"), itemgetter(0)
 
 
 class StepsBy(enum.Enum):
     """What marks the steps where no annotation is named.
 
-    RECORDED: the profiler's marks; without any, the whole recording is one step. FOUND: the same, but calls of torch's
-    own annotations mark the steps of a loop that was recorded without prof.step(). NOTHING: the whole recording is one
-    step, whatever the profiler marked.
+    RECORDED: the profiler's marks; without any, the whole recording is one step. FOUND: the same, but a loop that was
+    recorded without prof.step() has the steps that found() returns. NOTHING: the whole recording is one step, whatever
+    the profiler marked.
     """
 
     RECORDED = enum.auto()
@@ -50,14 +53,16 @@ class StepsBy(enum.Enum):
 class Marks(msgspec.Struct, frozen=True):
     """The steps that calls of one name mark: each step's start and end (ns), in order, and the thread of the calls.
 
-    name: of an annotation or an op. ends_them: whether a step ends with a call. Otherwise it begins with one. equal:
-    the number of steps that call the same ops, if their ops were compared.
+    name: of an annotation or an op. ends_them: whether a step ends with a call. Otherwise it begins with one. every:
+    how many calls a step has, if each one ends with the last of several. equal: the number of steps that call the same
+    ops, if their ops were compared; a first one counts even if other ops precede it.
     """
 
     name: str
     spans: Sequence[tuple[int, int]]
     track: tuple
     ends_them: bool = False
+    every: int = 1
     equal: int = 0
 
 
@@ -90,28 +95,32 @@ def named(ops: Sequence[Op], name: str, path: Path) -> Marks:
 def found(ops: Sequence[Op]) -> Marks | None:
     """Return the steps of a loop that was recorded without prof.step(); None if the recording shows none.
 
-    A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. The possible one with the
-    most steps is right: where the steps would begin in the middle of the loop, one is incomplete. Without such calls, a
+    A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. Of several possible ones,
+    those with the most steps are taken: steps that begin in the middle of the loop lack one. Without such calls, a
     language model's first lookup after it has chosen a token begins a step, or the steps are equal passes through a
-    model. The steps call nearly the same ops, except for the first one, which may be a cold start or a prompt. What is
-    recorded before and after the loop belongs to no step.
+    model. Most steps call the same ops, and the others nearly the same, except for the first one, which may be a cold
+    start or a prompt. What is recorded before and after the loop belongs to no step.
     """
     threads = _threads(ops)
-    annotated = any(thread.calls for thread in threads)
-    possible = [marks for thread in threads for marks in _of_loops(thread)]
-    for optimizers in TAKE_TURNS:
-        possible = possible or [marks for thread in threads for marks in _of_loops(thread, optimizers)]
-    if not annotated:
+    gradients = sorted([op.start for op in ops if op.name == GIVES_GRADIENT])
+    for optimizers in (1, *TAKE_TURNS):
+        for thread in threads:
+            if possible := list(_of_loops(thread, gradients, optimizers)):
+                return max(possible, key=lambda marks: (len(marks.spans), marks.equal))
+    calls = [spans for thread in threads for spans in thread.calls.values()]
+    possible = []
+    if all(len(spans) < LEAST_STEPS for spans in calls):
         possible = [marks for thread in threads for marks in _of_tokens(thread)]
-    if not possible and threads:
+    if threads and not (possible or calls):
         possible = list(_of_passes(threads[0]))
-    return max(possible, key=lambda marks: (len(marks.spans), marks.equal), default=None)
+    return max(possible, key=lambda marks: len(marks.spans), default=None)
 
 
 class _Thread(msgspec.Struct):
-    """What a thread does: ops by start, the start and end (ns) of all slices, and calls of ONCE_IN_A_STEP by name.
+    """What a thread does: its ops, the start and end (ns) of all its slices, and calls of ONCE_IN_A_STEP by name.
 
-    regions: calls of compiled code, which are ops or annotations, by version.
+    ops: by start, and an op before those inside it. regions: the calls of compiled code, which are ops or annotations,
+    as torch's version decides.
     """
 
     track: tuple
@@ -126,7 +135,8 @@ class _Thread(msgspec.Struct):
         return ((name, spans) for name, spans in self.calls.items() if name.startswith(begins))
 
     def all_of(self, begins: str) -> list[tuple[int, int]]:
-        return sorted(span for _, spans in self.of(begins) for span in spans)
+        """Return the outermost of these calls, in order."""
+        return _outermost_spans(span for _, spans in self.of(begins) for span in spans)
 
 
 def _threads(ops: Sequence[Op]) -> list[_Thread]:
@@ -138,48 +148,76 @@ def _threads(ops: Sequence[Op]) -> list[_Thread]:
     for track, own in by_track.items():
         # A wait for the GPU after the loop does not count.
         slices = [op for op in own if op.kind != "label" and "Synchronize" not in op.name]
-        run = sorted([op for op in slices if op.kind == "op"], key=_start)
+        run = [op for op in slices if op.kind == "op"]
+        if not run:
+            continue
+        sort_by_start(run)
         calls: dict[str, list[Op]] = defaultdict(list)
         for op in own:
             if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP):
                 calls[op.name].append(op)
-        if run:
-            start, until = min([op.start for op in slices]), max([op.end for op in slices])
-            regions = [op for op in own if op.name.startswith(REGION)]
-            by_name = {name: _apart(some) for name, some in calls.items()}
-            found.append(_Thread(track, run, regions, start, until, by_name))
+        # A hook may call an optimizer for each parameter in the backward pass.
+        engine = _apart([op for op in run if op.name.startswith(AUTOGRAD)]) if calls else []
+        by_name = {name: _apart(_outside(sorted(some, key=_start), engine)) for name, some in calls.items()}
+        found.append(
+            _Thread(
+                track=track,
+                ops=run,
+                regions=[op for op in own if op.name.startswith(REGION)],
+                start=min([op.start for op in slices]),
+                until=max([op.end for op in slices]),
+                calls=by_name,
+            )
+        )
     return sorted(found, key=lambda one: -len(one.ops))
 
 
-def _apart(calls: Sequence[Op]) -> list[tuple[int, int]]:
+def _apart(calls: Iterable[Op]) -> list[tuple[int, int]]:
     """Return start and end of the calls that lie in no other one and begin at different times, in order."""
-    spans: list[tuple[int, int]] = []
-    for op in sorted(calls, key=lambda op: (op.start, -op.dur)):
-        if not spans or (op.start >= spans[-1][1] and op.start > spans[-1][0]):
-            spans.append((op.start, op.end))
-    return spans
+    return _outermost_spans((op.start, op.end) for op in calls)
 
 
-def _of_loops(thread: _Thread, optimizers: int = 1) -> Iterator[Marks]:
+def _outermost_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    kept: list[tuple[int, int]] = []
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if not kept or (start >= kept[-1][1] and start > kept[-1][0]):
+            kept.append((start, end))
+    return kept
+
+
+def _of_loops(thread: _Thread, gradients: Sequence[int], every: int) -> Iterator[Marks]:
     """Yield the steps that calls of torch's annotations begin or end, if the steps are alike.
 
-    optimizers: how many steps of optimizers with equal names are one step of the loop.
+    gradients: when parameters get their gradients (ns). every: how many steps of optimizers of one name, which take
+    turns, are one step of the loop.
     """
     updates = thread.all_of(OPTIMIZER)
     begins = [begin for begin, _ in updates]
     # How many ops a batch takes may depend on its samples.
     own = _outside(thread.ops, thread.all_of(LOADER))
-    for prefix in ONCE_IN_A_STEP if optimizers == 1 else (OPTIMIZER,):
-        for name, calls in islice(thread.of(prefix), MANY_NAMES):
-            calls = calls[optimizers - 1 :: optimizers]
+    for prefix in ONCE_IN_A_STEP if every == 1 else (OPTIMIZER,):
+        for name, all_calls in islice(thread.of(prefix), MANY_NAMES):
+            calls = all_calls[every - 1 :: every]
             if len(calls) < LEAST_STEPS or (prefix == ZEROES and not _precedes_forward(calls, updates, thread.ops)):
                 continue
+            if every > 1 and _are_close(_numbers(gradients, list(pairwise([end for _, end in all_calls])))):
+                continue  # one optimizer, in a loop that does more in some steps
+            marks = Marks(name, (), thread.track, every=every)
             if prefix != OPTIMIZER:
                 bounds = [*(begin for begin, _ in calls), thread.until]
-                yield from _alike(Marks(name, (), thread.track), bounds, own, begins)
+                yield from _alike(marks, bounds, own, begins, gradients)
             if prefix != LOADER:
                 bounds = [thread.start, *(end for _, end in calls)]
-                yield from _alike(Marks(name, (), thread.track, ends_them=True), bounds, own, begins)
+                yield from _alike(msgspec.structs.replace(marks, ends_them=True), bounds, own, begins, gradients)
+
+
+def _numbers(times: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return how many of the times lie in each interval. times: in order."""
+    return [bisect.bisect_left(times, end) - bisect.bisect_left(times, start) for start, end in spans]
+
+
+def _are_close(numbers: Sequence[int]) -> bool:
+    return min(numbers, default=0) >= SAME_GRADIENTS * max(numbers, default=0)
 
 
 def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], ops: Sequence[Op]) -> bool:
@@ -205,7 +243,9 @@ def _of_tokens(thread: _Thread) -> Iterator[Marks]:
     """Yield the steps that begin with the first lookup after each choice, if they are alike."""
     firsts: dict[str, list[int]] = defaultdict(list)
     chosen, last = True, 0
-    for op in sorted([op for op in thread.ops if op.name in (LOOKS_UP, *CHOOSE)] + thread.regions, key=_start):
+    # Compiled layers may choose experts.
+    eager = _outside([op for op in thread.ops if op.name in (LOOKS_UP, *CHOOSE)], _apart(thread.regions))
+    for op in sorted(eager + thread.regions, key=_start):
         if op.name in CHOOSE:
             chosen, last = True, op.start
         elif chosen:
@@ -221,8 +261,11 @@ def _of_tokens(thread: _Thread) -> Iterator[Marks]:
 def _of_passes(thread: _Thread) -> Iterator[Marks]:
     """Yield the passes through a model if a thread's outermost ops are equal passes from the first op on.
 
-    A single pass may consist of equal layers, too. So each pass has to have equal layers inside it.
+    A single pass may consist of equal layers, too. So each pass has to have equal layers inside it. A thread of
+    autograd's engine runs backward, and a pass is one of forward.
     """
+    if any(op.name.startswith(AUTOGRAD) for op in thread.ops):
+        return
     outermost: list[Op] = []
     for op in thread.ops:
         if not outermost or op.start >= outermost[-1].end:
@@ -235,11 +278,11 @@ def _of_passes(thread: _Thread) -> Iterator[Marks]:
         differs = (now != before for now, before in zip(names[period:], names, strict=False))
         passes = next((place for place, one in enumerate(differs, period) if one), len(names)) // period
         if len(names) - passes * period >= period:
-            continue  # what follows is more than a part of one more pass
+            continue  # what follows is more than a part of one more pass, so these may be a pass's layers
         if _has_equal_layers(names[:period]):
             starts = [op.start for op in outermost[: passes * period : period]]
             yield Marks(names[0], list(pairwise([*starts, outermost[passes * period - 1].end])), thread.track)
-        return  # several equal layers are no pass
+        return
 
 
 def _has_equal_layers(names: Sequence[str]) -> bool:
@@ -255,7 +298,10 @@ def _has_equal_layers(names: Sequence[str]) -> bool:
         for place, (name, later) in enumerate(zip(names, names[distance:], strict=False)):
             run = run + 1 if name == later else 0
             if run >= max((LEAST_STEPS - 1) * distance, OF_A_PASS * len(names) - distance):
-                return sum(is_product[place + 1 : place + 1 + distance]) > 1
+                layer = slice(place + 1, place + 1 + distance)
+                if sum(is_product[layer]) > 1 and any(part in one for one in names[layer] for part in ONLY_IN_LAYERS):
+                    return True
+                break
     return False
 
 
@@ -269,34 +315,47 @@ def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
     return [*kept, *ops[reached:]]
 
 
-def _alike(marks: Marks, bounds: Sequence[int], ops: Sequence[Op], updates: Sequence[int] = ()) -> Iterator[Marks]:
+def _alike(
+    marks: Marks, bounds: Sequence[int], ops: Sequence[Op], updates: Sequence[int] = (), gradients: Sequence[int] = ()
+) -> Iterator[Marks]:
     """Yield the marks with the steps, without a first and a last one that are no whole steps; none if they differ.
 
     bounds: where the steps begin, and the end of the last one (ns). ops: those of the calls' thread, by start. updates:
-    when the optimizer is called, which is as often in each step.
+    when the optimizer is called, which is as often in each step. gradients: when parameters get their gradients.
     """
     spans = [span for span in pairwise(bounds) if span[0] < span[1]]
     if len(spans) < LEAST_STEPS:
         return
-
-    def between(times: Sequence, key: Callable | None = None) -> list[slice]:
-        return [slice(*(bisect.bisect_left(times, time, key=key) for time in span)) for span in spans]
-
-    counts = [Counter(op.name for op in ops[place]) for place in between(ops, _start)]
+    at = [op.start for op in ops]
+    places = [(bisect.bisect_left(at, start), bisect.bisect_left(at, end)) for start, end in spans]
+    counts = [Counter(op.name for op in ops[first:last]) for first, last in places]
     usual, equal = Counter(frozenset(one.items()) for one in counts).most_common(1)[0]
     size = sum(count for _, count in usual)
     first, *inner, last = counts
-    frequent = {len(updates[place]) for place in between(updates)[1:-1]}
     same = sum(one.items() == usual for one in inner)
-    if equal < 2 or not size or len(frequent) > 1 or same < EQUAL_SHARE * len(inner):
+    if equal < 2 or not size or same < EQUAL_SHARE * len(inner):
+        return
+    if len(set(_numbers(updates, spans[1:-1]))) > 1 or not _are_close(_numbers(gradients, spans[1:-1])):
         return
     if not all(FEWER * size <= one.total() <= MORE * size for one in inner):
         return
 
-    def is_whole(step: Counter, most: float) -> bool:
-        return step.total() <= most and sum(min(step[name], count) for name, count in usual) >= WHOLE * size
+    def holds_a_step(calls: Counter) -> bool:
+        return sum(min(calls[name], count) for name, count in usual) >= WHOLE * size
 
     # A first step that includes a cold start may call more ops, unless it may be what precedes the loop.
-    begins = 0 if is_whole(first, MORE * size if marks.ends_them else first.total()) else 1
-    kept = spans[begins : len(spans) if is_whole(last, MORE * size) else -1]
-    yield msgspec.structs.replace(marks, spans=kept, equal=equal)
+    has_first = holds_a_step(first) and (first.total() <= MORE * size or not marks.ends_them)
+    has_last = holds_a_step(last) and last.total() <= MORE * size
+    kept = spans[0 if has_first else 1 : len(spans) if has_last else -1]
+    if len(kept) < LEAST_STEPS:
+        return
+    if has_last and not marks.ends_them:
+        # What follows the loop does not count, as far as it begins with an op that no other step calls.
+        names = {name for name, _ in usual}
+        tail = ops[slice(*places[-1])]
+        while tail and tail[-1].name not in names:
+            tail.pop()
+        after = places[-1][0] + len(tail)
+        if after < places[-1][1]:
+            kept[-1] = kept[-1][0], ops[after].start
+    yield msgspec.structs.replace(marks, spans=kept, equal=equal + (holds_a_step(first) and not has_first))

@@ -9,8 +9,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, compress, count, islice
+from operator import attrgetter, eq
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from tracereader.trace.types import Inputs, inputs_of
 
 # In the names of a kernel's phases.
 WAIT, REPETITION = "wait: ", re.compile(r" \d+$")
-_start = attrgetter("start")
+_start, _dur = attrgetter("start"), attrgetter("dur")
 
 
 class Slice(msgspec.Struct, eq=False):
@@ -135,6 +135,23 @@ def innermost(ops: Sequence[Op], time: int) -> list[Op]:
         found.append(ops[index])
         ops = ops[index].children
     return found
+
+
+def sort_by_start(slices: list) -> None:
+    """Sort slices by start, and the longer first where starts are equal.
+
+    Files are nearly in the order of the starts and have few equal ones, so sorting by start alone takes little time.
+    """
+    slices.sort(key=_start)
+    starts = list(map(_start, slices))
+    reached = 0
+    for place in compress(count(), map(eq, starts, islice(starts, 1, None))):
+        if place < reached:
+            continue
+        start, reached = slices[place].start, place + 1
+        while reached < len(slices) and slices[reached].start == start:
+            reached += 1
+        slices[place:reached] = sorted(slices[place:reached], key=_dur, reverse=True)
 
 
 class Work(Slice, eq=False):
@@ -376,6 +393,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     has_steps: bool
     steps_by: str | None  # the annotation or op whose calls mark the steps, if the profiler's own marks do not
     steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
+    calls_in_a_step: int  # of those that end steps: 2 if each second call does
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly

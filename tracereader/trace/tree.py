@@ -9,8 +9,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress, count, islice
-from operator import attrgetter, eq
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -45,6 +44,7 @@ from tracereader.trace.slices import (
     Sync,
     Trace,
     Work,
+    sort_by_start,
 )
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -52,7 +52,7 @@ WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
 GRAPH_EDGE = 1 << 40
-_start, _dur = attrgetter("start"), attrgetter("dur")
+_start = attrgetter("start")
 
 
 def read(
@@ -208,6 +208,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         has_steps=steps[0].name.startswith(STEP),
         steps_by=None if by is None else by.name,
         steps_end_with_it=by is not None and by.ends_them,
+        calls_in_a_step=1 if by is None else by.every,
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
@@ -292,7 +293,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
 
     A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
     """
-    _sort_by_start(slices)
+    sort_by_start(slices)
     by_track = defaultdict(list)
     for one in slices:
         by_track[one.track].append(one)
@@ -326,23 +327,6 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
             last = end
     roots.sort(key=_start)
     return roots
-
-
-def _sort_by_start(slices: list) -> None:
-    """Sort slices by start, and the longer first where starts are equal.
-
-    Files are nearly in the order of the starts and have few equal ones, so sorting by start alone takes little time.
-    """
-    slices.sort(key=_start)
-    starts = list(map(_start, slices))
-    reached = 0
-    for place in compress(count(), map(eq, starts, islice(starts, 1, None))):
-        if place < reached:
-            continue
-        start, reached = slices[place].start, place + 1
-        while reached < len(slices) and slices[reached].start == start:
-            reached += 1
-        slices[place:reached] = sorted(slices[place:reached], key=_dur, reverse=True)
 
 
 class _Ties(msgspec.Struct):
