@@ -12,11 +12,10 @@ import msgspec
 
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.trace import Work
+from tracereader.trace.families import IN_EVERY_LAYER
 
 # Two repetitions may be chance, and a repeated unit needs more than one activity.
 LEAST_TIMES, LEAST_PIECES = 3, 2
-# A layer contains a matrix product, convolution or attention, unlike a run of copies or an optimizer's kernels.
-IN_EVERY_LAYER = ("GEMM", "attention", "convolution")
 # Inductor names a kernel after all the ops that it fuses and adds a number. The ops differ from layer to layer
 # (…_add_embedding_…_7, …_add_…_12) although the kernels are of one kind.
 INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)

@@ -18,6 +18,8 @@ NAMED_FOR_THEIR_JOB = ("ATen", "Inductor", "Liger", "driver", "CUB", "Thrust", "
 ONE_PURPOSE = (
     "attention", "convolution", "normalization", "communication", "memset", "optimizer", "embedding", "sort and scan",
 )  # fmt: skip
+# A layer contains a matrix product, convolution or attention, unlike a run of copies or an optimizer's kernels.
+IN_EVERY_LAYER = ("GEMM", "attention", "convolution")
 # Names of work without a family. The op gives no more information about it.
 NO_FAMILY = tuple(does for _, family, does in JOBS if family == "other")
 # Torch ops whose family JOBS does not give.

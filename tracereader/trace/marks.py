@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.trace.document import TraceError
+from tracereader.trace.families import IN_EVERY_LAYER, of_op
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, REGION, STEP, ZEROES
 from tracereader.trace.slices import Op, sort_by_start
 
@@ -29,11 +30,11 @@ WHOLE = 0.9
 # A language model looks up the embedding of the last token, and one of these ops chooses the next one. A compiled model
 # has the lookup in a region of torch.compile.
 LOOKS_UP, CHOOSE = "aten::embedding", ("aten::argmax", "aten::multinomial", "aten::topk")
-# Ops in every layer of a model, by a part of their names. A layer that is repeated at least LEAST_STEPS times in a row
-# takes at least this share of a pass. The tried periods are those of so many first and so many frequent distances.
-IN_EVERY_LAYER, OF_A_PASS, PERIODS, DISTANCES = ("linear", "mm", "matmul", "conv", "attention"), 0.3, 200, 8
-# A layer also normalizes or convolves. The experts or adapters in a layer do not.
-ONLY_IN_LAYERS = ("norm", "rsqrt", "conv")
+# A layer that is repeated at least LEAST_STEPS times in a row takes at least this share of a pass. The periods that are
+# tried are those of so many first and so many frequent distances.
+OF_A_PASS, PERIODS, DISTANCES = 0.3, 200, 8
+# A layer also normalizes or convolves, which experts or adapters in a layer do not. A model's own RMS norm calls ROOT.
+ONLY_IN_LAYERS, ROOT = ("normalization", "convolution"), "aten::rsqrt"
 _start, _begin = attrgetter("start"), itemgetter(0)
 
 
@@ -290,7 +291,7 @@ def _has_equal_layers(names: Sequence[str]) -> bool:
 
     A single product may follow an equal one in a layer, too, as for attention's queries, keys and values.
     """
-    is_product = [any(part in name for part in IN_EVERY_LAYER) for name in names]
+    is_product = [of_op(name) in IN_EVERY_LAYER for name in names]
     products = list(compress(range(len(names)), is_product))
     apart = Counter(after - before for place, before in enumerate(products) for after in products[place + 1 :][:16])
     for distance, _ in apart.most_common(DISTANCES):
@@ -299,7 +300,8 @@ def _has_equal_layers(names: Sequence[str]) -> bool:
             run = run + 1 if name == later else 0
             if run >= max((LEAST_STEPS - 1) * distance, OF_A_PASS * len(names) - distance):
                 layer = slice(place + 1, place + 1 + distance)
-                if sum(is_product[layer]) > 1 and any(part in one for one in names[layer] for part in ONLY_IN_LAYERS):
+                normalizes = any(of_op(one) in ONLY_IN_LAYERS or one == ROOT for one in names[layer])
+                if sum(is_product[layer]) > 1 and normalizes:
                     return True
                 break
     return False
