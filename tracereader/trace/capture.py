@@ -20,10 +20,10 @@ from tracereader.trace import families
 from tracereader.trace.document import DEFAULT_LIMIT, in_folder
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.marks import StepsBy
+from tracereader.trace.quality import CAPTURE_EDGE
 from tracereader.trace.slices import Op, Recorded, Step, Trace, Work, innermost
 from tracereader.trace.tree import read, ties_of
 
-EDGE = re.compile(r"Stream(Begin|End)Capture")
 MEMSET_KERNEL = re.compile(r"memset\d+")
 _start = attrgetter("start")
 # The names in which vLLM and SGLang give the batch size that they capture or run. The graph of the next size up runs.
@@ -61,7 +61,7 @@ def read_with_captures(
     files = files_of(captures)
     trace = msgspec.structs.replace(read(path, limit, show, steps_by), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
-        own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
+        own = [trace] if any(CAPTURE_EDGE.search(name) for name in trace.op_names) else []
         untied = tie(trace, [*own, *(read(file, limit) for file in files)])
         trace = msgspec.structs.replace(trace, untied=untied)
     return trace
@@ -141,7 +141,7 @@ def _spans(calls: Iterable[Op]) -> Iterator[tuple[tuple, int, int]]:
     """Yield each capture's thread, begin and end."""
     begun: dict[tuple, int] = {}
     for call in calls:
-        edge = EDGE.search(call.name)
+        edge = CAPTURE_EDGE.search(call.name)
         if edge and edge[1] == "Begin":
             begun[call.track] = call.end
         elif edge and call.track in begun:

@@ -382,6 +382,58 @@ class Rank(msgspec.Struct, frozen=True):
     groups: tuple[ProcessGroup, ...] = ()
 
 
+class Cold(msgspec.Struct, frozen=True):
+    """The time that a thread spends in a call that a warm step does not make. what: how a report names its kind."""
+
+    track: tuple
+    start: int
+    end: int
+    what: str
+
+
+class Earlier(msgspec.Struct, frozen=True):
+    """The first step's wait for GPU work from before the recording, or from before the step.
+
+    until: when that work had ended (ns). ns: by how much the wait makes the step longer. calls: the runtime calls that
+    waited, before the step launched anything. recorded: whether the trace has activities of that work.
+    """
+
+    until: int
+    ns: int
+    calls: tuple[Op, ...]
+    recorded: bool
+
+
+class Quality(msgspec.Struct, frozen=True):
+    """What a recording lacks, and what in it does not belong to a step.
+
+    launches, lost: the calls that launch kernels or CUDA graphs, and those of them that have no record of GPU work; a
+    CUDA graph's capture does not count. lost_calls: the same by name: lost and all. without_records: the names of the
+    steps that were left out because launches of theirs have no records. incomplete: whether that is true of every step
+    that launches, so that none was left out. clipped, clipped_ns: activities that were recorded as ending after a later
+    one of their stream, and the time that was taken off them. cold: by start. earlier: None if the first step waits for
+    no earlier work.
+    """
+
+    launches: int = 0
+    lost: int = 0
+    lost_calls: dict[str, tuple[int, int]] = {}
+    without_records: tuple[str, ...] = ()
+    incomplete: bool = False
+    clipped: int = 0
+    clipped_ns: int = 0
+    cold: tuple[Cold, ...] = ()
+    earlier: Earlier | None = None
+
+    def cold_in(self, step: Step) -> list[Cold]:
+        """Return the time in calls of a step that a warm step does not make, clipped to the step."""
+        return [
+            msgspec.structs.replace(one, start=max(one.start, step.start), end=min(one.end, step.end))
+            for one in self.cold
+            if one.start < step.end and one.end > step.start
+        ]
+
+
 class Trace(msgspec.Struct, frozen=True, eq=False):
     """The content of one trace file."""
 
@@ -418,6 +470,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
     counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
+    quality: Quality = msgspec.field(default_factory=Quality)  # what the recording can decide
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
     # Launches of its graphs that no capture describes, by the reason: see capture.tie.
     untied: Counter = msgspec.field(default_factory=Counter)

@@ -31,6 +31,7 @@ from tracereader.trace.document import (
 from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.marks import Marks, StepsBy
+from tracereader.trace.quality import clip, quality_of
 from tracereader.trace.slices import (
     Frame,
     Memory,
@@ -196,8 +197,11 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
             f"{path}: the steps of {processes} processes in one trace, as --export writes it for Perfetto; "
             "read the trace of each rank"
         )
-    steps, outside = _steps(marks, roots, work)
     op_names = frozenset([op.name for op in ops])
+    clipped = clip(work)
+    steps, outside = _steps(marks, roots, work)
+    quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
+    steps, outside = kept, _without(steps, kept, outside)
     asking = {name for name in op_names if "Occupancy" in name}
     return Trace(
         path=path,
@@ -233,7 +237,16 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         syncs=_syncs(syncs, calls),
         counters=_counters(counted, zero),
         inside=tuple(inside),
+        quality=quality,
     )
+
+
+def _without(steps: tuple[Step, ...], kept: tuple[Step, ...], outside: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Return what lies outside the steps that are kept: what lay outside all of them, and the slices of the others."""
+    if len(kept) == len(steps):
+        return outside
+    left_out = (op for step in steps if step not in kept for op in step.roots)
+    return tuple(sorted([*outside, *left_out], key=_start))
 
 
 def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:

@@ -1,0 +1,289 @@
+"""What a recording can decide. Regime, figures, findings, proposals and --json ask it, and decide none of this again.
+
+Established here: GPU activities whose records are missing, durations that cannot be right, calls that a program makes
+only once (loading code, the first allocations, compilation, the capture of CUDA graphs), and GPU work from before the
+recording for which the first step waited.
+"""
+
+import bisect
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from statistics import median_low
+
+from msgspec.structs import replace
+
+from tracereader.trace.labels import COMPILE_ID, COMPILING
+from tracereader.trace.slices import Cold, Earlier, Op, Quality, Step, Work
+
+CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
+# Calls that give the GPU a kernel or a graph, in CUDA's and HIP's names. The profiler records an activity for each, as
+# it does in all of the 2.3 million such calls of this repository's own recordings. A memset of no bytes has none.
+LAUNCH = re.compile(r"(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|ModuleLaunch|GraphLaunch|LaunchByPtr)")
+# An activity cannot end after a later one of its stream ends. The clocks of such records differ by less than this.
+IN_ORDER_NS = 100_000
+# Calls that load code, and what the driver adds to a launch that loads its kernel.
+LOADS = re.compile(r"(?:Module|Library)Load|FatBinary|^cuInit$|^hipInit$")
+LOADING = "Loading"
+# Calls that start CUDA or its libraries if they take SLOW_NS, and calls that may load a kernel's code.
+STARTS = re.compile(r"GetDeviceProperties|GetDeviceCount|GetStreamPriorityRange|SetDevice|StreamCreate|StreamIsCapturing")
+MAY_LOAD = re.compile(r"Launch|Func|Occupancy|KernelGet")
+ALLOCATES = re.compile(r"^(?:cuda|hip)(?:Malloc|HostAlloc|MallocHost|HostMalloc)(?:Async)?$")
+FREES = re.compile(r"^(?:cuda|hip)Free(?:Host)?$")
+WAITS = re.compile(r"Synchronize|Memcpy|EventQuery|StreamQuery")
+# Inductor's CUDA graph trees record a graph in this annotation.
+RECORDS_A_GRAPH, INSTANTIATES = "CUDAGraphNode.record", "GraphInstantiate"
+# A call of the CUDA runtime that is the first of its kernel and takes this long (ns), and this many times the median
+# call of its name, has loaded code. Warm launches take 3 to 20 µs, and up to 50 µs while the profiler records.
+SLOW_NS, SLOW_TIMES = 1_000_000, 20
+# Waits that are shorter than this share of the step, or this time (ns), do not change what is concluded.
+LEAST_SHARE, LEAST_NS = 0.01, 100_000
+ASKED = re.compile("|".join(one.pattern for one in (CAPTURE_EDGE, LAUNCH, LOADS, STARTS, MAY_LOAD, ALLOCATES, FREES))
+                   + f"|{INSTANTIATES}")  # fmt: skip
+_start = attrgetter("start")
+
+
+def clip(work: Sequence[Work]) -> tuple[int, int]:
+    """End each activity that ends after a later one of its stream when the next one starts: activities, and ns.
+
+    A stream runs its activities in order, so such a duration is wrong: ROCm has recorded some that overflowed. Those of
+    CUDA graphs are left as they are, because a graph's branches may share a stream's number. work: by start.
+    """
+    streams: dict[tuple, list[Work]] = defaultdict(list)
+    for one in work:
+        if not one.from_graph:
+            streams[one.device, one.track].append(one)
+    count = taken = 0
+    for some in streams.values():
+        least, following = math.inf, None
+        for one in reversed(some):
+            end = one.start + one.dur
+            if end > least + IN_ORDER_NS:
+                count, taken = count + 1, taken + end - following.start
+                end = following.start
+                one.dur = end - one.start
+            least, following = min(least, end), one
+    return count, taken
+
+
+def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the intervals (ns) of captures by start, which may overlap, and their number.
+
+    edges: the calls that begin and end captures. first, last: where a capture that was cut off begins or ends.
+    """
+    begun: dict[tuple, int] = {}
+    found = []
+    for op in sorted(edges, key=_start):
+        if CAPTURE_EDGE.search(op.name)[1] == "Begin":
+            begun[op.track] = op.start
+        else:
+            found.append((begun.pop(op.track, first), op.end))
+    found += [(start, last) for start in begun.values()]
+    return sorted(found), len(found)
+
+
+def quality_of(
+    steps: tuple[Step, ...],
+    ops: Sequence[Op],
+    op_names: Iterable[str],
+    work: Sequence[Work],
+    overheads: Sequence[Op],
+    clipped: tuple[int, int],
+) -> tuple[Quality, tuple[Step, ...]]:
+    """Return what a recording can decide, and the steps that count.
+
+    If some steps have all records of what they launched, the longest run of such steps counts; otherwise all steps do.
+    clipped: the result of clip().
+    """
+    wanted = {name for name in op_names if name == RECORDS_A_GRAPH or name.endswith(COMPILING) or ASKED.search(name)}
+    names: dict[str, list[Op]] = {name: [] for name in wanted}
+    for op in ops:
+        if op.name in wanted:
+            names[op.name].append(op)
+    edges = [op for name, some in names.items() if CAPTURE_EDGE.search(name) for op in some if op.kind == "runtime"]
+    captures = []
+    if edges:
+        captures, _ = capture_stretches(edges, min(map(_start, ops)), max(op.end for op in ops))
+        captures = _merged(captures)
+    calls, lost = _lost(names, captures)
+    kept, all_lost = _kept(steps, lost)
+    count = Counter(op.name for op in lost)
+    quality = Quality(
+        launches=sum(calls.values()),
+        lost=len(lost),
+        lost_calls={name: (number, calls[name]) for name, number in count.most_common()},
+        without_records=tuple(step.name for step in steps if step not in kept) if len(kept) < len(steps) else (),
+        incomplete=all_lost,
+        clipped=clipped[0],
+        clipped_ns=clipped[1],
+        cold=_cold(kept, names, work, overheads, captures, edges),
+    )
+    return replace(quality, earlier=None if all_lost else _earlier(kept, work)), kept
+
+
+def _lost(names: dict[str, list[Op]], captures: Sequence[tuple[int, int]]) -> tuple[Counter, list[Op]]:
+    """Return the number of launching calls by name, and those without a record of GPU work."""
+    calls, lost = Counter(), []
+    for name, some in names.items():
+        if not LAUNCH.match(name):
+            continue
+        for op in some:
+            if op.kind != "runtime" or (op.parent is not None and LAUNCH.match(op.parent.name)):
+                continue
+            has_work = op.work or any(child.work for child in op.children)
+            if has_work or not _inside(captures, op.start):
+                calls[name] += 1
+                if not has_work:
+                    lost.append(op)
+    return calls, lost
+
+
+def _kept(steps: tuple[Step, ...], lost: Sequence[Op]) -> tuple[tuple[Step, ...], bool]:
+    """Return the longest run of steps without lost records, and whether every step that launches has lost some."""
+    if not lost:
+        return steps, False
+    starts = sorted(op.start for op in lost)
+    runs: list[list[Step]] = [[]]
+    for step in steps:
+        if any(step.start <= start < step.end for start in starts[bisect.bisect_left(starts, step.start) :][:1]):
+            runs.append([])
+        else:
+            runs[-1].append(step)
+    working = [sum(bool(step.work) for step in run) for run in runs]
+    if not max(working):
+        return steps, True
+    return tuple(runs[working.index(max(working))]), False
+
+
+def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of intervals that are in the order of their starts."""
+    found: list[tuple[int, int]] = []
+    for start, end in intervals:
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _inside(intervals: Sequence[tuple[int, int]], time: int) -> bool:
+    """Return whether a time lies in one of the intervals, which are disjoint and in order."""
+    return _span(intervals, time) is not None
+
+
+def _cold(
+    steps: Sequence[Step],
+    names: dict[str, list[Op]],
+    work: Sequence[Work],
+    overheads: Sequence[Op],
+    captures: Sequence[tuple[int, int]],
+    edges: Sequence[Op],
+) -> tuple[Cold, ...]:
+    """Return the time in calls that a program makes only once, in the steps, without overlaps on a thread."""
+    found = []
+
+    def add(ops: Iterable[Op], what: str) -> None:
+        found.extend(Cold(op.track, op.start, op.start + op.dur, what) for op in ops)
+
+    for name, some in names.items():
+        some = [op for op in some if op.kind == "runtime"] if ASKED.search(name) else some
+        if LOADS.search(name):
+            add(some, "loading code")
+        elif STARTS.search(name):
+            add((op for op in some if op.dur >= SLOW_NS), "starting CUDA")
+        elif name == RECORDS_A_GRAPH or INSTANTIATES in name:
+            add(some, "capturing CUDA graphs")
+        elif name.endswith(COMPILING):
+            add(_first_compilations(some, steps), "compilation")
+        elif ALLOCATES.match(name):
+            add(_first_allocations(some, steps, names), "first allocations")
+    track = edges[0].track if edges else ()
+    found += [Cold(track, start, end, "capturing CUDA graphs") for start, end in captures]
+    add(_slow_first_calls(names, work, overheads), "loading code")
+    return _without_overlaps(found, steps)
+
+
+def _first_compilations(some: Sequence[Op], steps: Sequence[Step]) -> list[Op]:
+    """Return torch.compile's phases in the steps in which a frame is compiled for the first time."""
+    spans = [(step.start, step.end) for step in steps]
+    is_first = {op.name: (found := COMPILE_ID.search(op.name)) and found[1].endswith("/0") for op in some}
+    cold = {_span(spans, op.start) for op in some if is_first[op.name]} - {None}
+    return [op for op in some if _span(spans, op.start) in cold]
+
+
+def _span(spans: Sequence[tuple[int, int]], time: int) -> tuple[int, int] | None:
+    """Return the one of some disjoint intervals in which a time lies."""
+    place = bisect.bisect_right(spans, (time, math.inf)) - 1
+    return spans[place] if place >= 0 and time < spans[place][1] else None
+
+
+def _first_allocations(some: Sequence[Op], steps: Sequence[Step], names: dict[str, list[Op]]) -> list[Op]:
+    """Return allocations of the first step, if no later step makes any and nothing is freed: the allocator's own."""
+    if any(FREES.match(name) for name in names) or any(op.start >= steps[0].end for op in some):
+        return []
+    return list(some)
+
+
+def _slow_first_calls(names: dict[str, list[Op]], work: Sequence[Work], overheads: Sequence[Op]) -> Iterable[Op]:
+    """Yield the calls during which the driver loaded code: so recorded, or the long first launch of a kernel."""
+    loading = sorted(one.start for one in overheads if LOADING in one.name)
+    for name, some in names.items() if loading else ():
+        for op in some if MAY_LOAD.search(name) else ():
+            place = bisect.bisect_left(loading, op.start)
+            if op.kind == "runtime" and place < len(loading) and loading[place] < op.start + op.dur:
+                yield op
+    launches = [one.launch for one in work if one.launch is not None]
+    slow = max(SLOW_NS, SLOW_TIMES * median_low([op.dur for op in launches])) if launches else SLOW_NS
+    seen, busy_until = set(), 0
+    for one in work:
+        op = one.launch
+        # A launch that waits for room in the queue is long, too, but the GPU is busy then.
+        if op is not None and one.name not in seen:
+            seen.add(one.name)
+            if op.dur >= slow and "Graph" not in op.name and LAUNCH.match(op.name) and busy_until <= op.start + SLOW_NS:
+                yield op
+        busy_until = max(busy_until, one.start + one.dur)
+
+
+def _without_overlaps(found: Iterable[Cold], steps: Sequence[Step]) -> tuple[Cold, ...]:
+    """Return the parts in the steps by start. Of several that overlap on a thread, the first one counts."""
+    reached: dict[tuple, int] = {}
+    kept = []
+    first, last = steps[0].start, steps[-1].end
+    for one in sorted(found, key=_start):
+        start, end = max(one.start, reached.get(one.track, first)), min(one.end, last)
+        if start < end:
+            kept.append(Cold(one.track, start, end, one.what))
+            reached[one.track] = end
+    return tuple(kept)
+
+
+def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
+    """Return the first step's wait for earlier GPU work: see Earlier.
+
+    It makes the step longer than others by what the GPU still had to do when the step began, less what it still has to
+    do when the step ends: in a loop in which the CPU runs ahead of the GPU, each step waits like that.
+    """
+    step = steps[0]
+    launched = [one for one in step.work if one.launch is not None]
+    if not launched:
+        return None
+    first = min(launched, key=_start)
+    launch = min(one.launch.start for one in launched)
+    own = {id(one) for one in step.work}
+    before = [one for one in work if one.start < first.start and id(one) not in own]
+    waits = [op for op in step.named(WAITS.search) if op.kind == "runtime" and not op.work and op.start < launch]
+    ended = max((one.start + one.dur for one in before), default=step.start)
+    # The GPU was busy with work that is not in the trace while a call waited for it, or after a launch had returned.
+    delay = first.start - max(first.launch.end, ended, step.start)
+    hidden = delay if delay > LEAST_NS and first.launch.start >= step.start else 0
+    spans = [(max(op.start, step.start), op.end) for op in waits]
+    waited = sum(end - start for start, end in spans)
+    pending = max(0, max(one.start + one.dur for one in step.work) - step.end)
+    ns = waited + hidden - pending
+    if ns < max(LEAST_NS, LEAST_SHARE * (step.end - step.start)):
+        return None
+    until = first.start if hidden else max(ended, *(end for _, end in spans))
+    return Earlier(until, ns, tuple(waits), bool(before) and ended > step.start)
