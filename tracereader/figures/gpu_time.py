@@ -110,9 +110,24 @@ def busiest(parts: Sequence[Parts]) -> Parts | None:
     )
 
 
-def gpu_time(parts: Sequence[Parts], start: int, end: int) -> GpuTime | None:
-    """Return the busiest device's time between two stamps (ns) of the parts' window; None without parts."""
-    return max((one.between(start, end) for one in parts), key=lambda one: one.busy_us, default=None)
+def gpu_time(parts: Sequence[Parts], windows: Intervals) -> GpuTime | None:
+    """Return the busiest device's time in some intervals (ns) of the parts' window, in sum; None without parts."""
+    return max((_summed(one, windows) for one in parts), key=lambda one: one.busy_us, default=None)
+
+
+def _summed(parts: Parts, windows: Intervals) -> GpuTime:
+    if len(windows) == 1:
+        return parts.between(*windows[0])
+    found = [parts.between(start, end) for start, end in windows] or [parts.between(0, 0)]
+    families = sum((Counter(one.compute_by_family) for one in found), Counter())
+    return GpuTime(
+        **{
+            name: sum(getattr(one, name) for one in found)
+            for name in GpuTime.__struct_fields__
+            if name != "compute_by_family"
+        },
+        compute_by_family=dict(families.most_common()),
+    )
 
 
 def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:

@@ -7,6 +7,7 @@ from operator import attrgetter
 from statistics import median
 from typing import TypeVar
 
+from tracereader.figures.intervals import Intervals, length, length_between, union
 from tracereader.trace import Step, Trace, Work
 
 # A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long
@@ -35,7 +36,13 @@ def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
 
 
 def _measured(trace: Trace, usual: Step) -> tuple[Step, ...]:
-    return trace.steps[len(trace.steps) > 1 and is_far_wider(trace.steps[0], usual) :]
+    first = trace.steps[0]
+    return trace.steps[len(trace.steps) > 1 and is_far_wider(first, usual) and not is_of_the_longer(trace, first) :]
+
+
+def is_of_the_longer(trace: Trace, step: Step) -> bool:
+    """Return whether a step is one of the longer ones of a recording with steps of two kinds."""
+    return trace.quality.mixed is not None and step.start in trace.quality.mixed.long
 
 
 def is_far_wider(first: Step, usual: Step) -> bool:
@@ -43,11 +50,14 @@ def is_far_wider(first: Step, usual: Step) -> bool:
     return first.us > FAR_WIDER * usual.us
 
 
-def pace(starts: Sequence[int], end: int) -> int:
+def pace(starts: Sequence[int], end: int, mixed: bool = False) -> float:
     """Return the median (ns) of the times from one step's start to the next one's, or to the last one's end.
 
-    It is one step's time, because the last step of an even number does not count; see with_a_middle().
+    It is one step's time, because the last step of an even number does not count; see with_a_middle(). mixed: the
+    steps are of two kinds, so that the mean of all is returned.
     """
+    if mixed:
+        return (end - starts[0]) / len(starts)
     return median(with_a_middle([*(after - before for before, after in pairwise(starts)), end - starts[-1]]))
 
 
@@ -63,16 +73,41 @@ def lanes_us(trace: Trace, usual: Step) -> dict[str, float]:
     """Return the step's time (µs) while it was recorded, by lane.
 
     The GPU's time is that of the busiest stream over all steps. Without GPU work there is only the CPU's lane, with the
-    typical step's time. usual: the typical step.
+    typical step's time. usual: the typical step. What does not belong to a step does not count: the first step's wait
+    for earlier work, and the typical step's calls that a warm one does not make.
     """
+    mixed, cold = trace.quality.mixed is not None, cold_spans(trace, usual)
     if not any(step.work for step in trace.steps):
-        return {"CPU": usual.us}
+        mean = sum(step.us for step in trace.steps) / len(trace.steps)
+        return {"CPU": (mean if mixed else usual.us) - length_between(cold, usual.start, usual.end) / 1e3}
     steps = working_steps(trace, usual)
     marks = [on_its_thread(step) for step in steps]
-    on_cpu = pace([start for _, start, _ in marks], marks[-1][2])
+    starts = [start for _, start, _ in marks]
+    if trace.quality.earlier is not None and steps[0] is trace.steps[0]:
+        starts[0] += trace.quality.earlier.ns
+    on_cpu = pace(starts, marks[-1][2], mixed) - length_between(cold, usual.start, usual.end)
     work = on_busiest_stream(steps)
-    on_gpu = pace([some[0].start for some in work], max([one.start + one.dur for one in work[-1]]))
-    return {"CPU": on_cpu / 1e3, "GPU": on_gpu / 1e3}
+    on_gpu = pace([some[0].start for some in work], max([one.start + one.dur for one in work[-1]]), mixed)
+    if cold and usual.work:
+        on_gpu -= length_between(cold, usual.work[0].start, usual.end)
+    return {"CPU": max(0.0, on_cpu) / 1e3, "GPU": max(0.0, on_gpu) / 1e3}
+
+
+# Less cold time than this share of a step changes no figure that a report prints.
+LEAST_COLD = 0.02
+
+
+def cold_spans(trace: Trace, usual: Step) -> Intervals:
+    """Return when (ns) the typical step is in calls that a warm step does not make; empty if that is hardly ever.
+
+    Only the threads that the step's launches come from count, or all of them without any.
+    """
+    found = trace.quality.cold_in(usual)
+    if not found:
+        return []
+    threads = {one.launch.track for one in usual.work if one.launch is not None}
+    spans = union((one.start, one.end) for one in found if not threads or one.track in threads)
+    return spans if length(spans) >= LEAST_COLD * (usual.end - usual.start) else []
 
 
 def working_steps(trace: Trace, usual: Step) -> list[Step]:

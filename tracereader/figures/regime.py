@@ -10,8 +10,9 @@ import msgspec
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
 from tracereader.figures.gpu_work import GpuWork, nearest_roofs
-from tracereader.figures.pace import on_busiest_stream, window
-from tracereader.figures.steps import launches, stands_out
+from tracereader.figures.intervals import Intervals, length, minus, union
+from tracereader.figures.pace import cold_spans, on_busiest_stream, window
+from tracereader.figures.steps import launches, spanned, stands_out
 from tracereader.trace import Step, Trace
 
 # Idle share of the time from step to step. On the H200 it is 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
@@ -53,12 +54,23 @@ def regime_of(
     measured: the step's GPU work if it is measured already; otherwise only as much is measured as decides.
     """
     counted, start, end = window(trace, usual)
-    wide_start = len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
-    begin, stop = _steady(counted[wide_start:]) or (_own_start(trace, counted[wide_start]), end)
-    steady, us = gpu_time(parts, begin, stop), (stop - begin) / 1e3
+    if trace.quality.incomplete:
+        return Regime("incomplete", None, 0.0, False)
+    mixed = trace.quality.mixed is not None
+    wide_start = not mixed and len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
+    steps = counted[wide_start:]
+    begin, stop = (start, end) if mixed else _steady(steps) or _alone(trace, steps[0], end)
+    windows = minus([(begin, stop)], _foreign(trace, usual))
+    steady, us = gpu_time(parts, windows), length(windows) / 1e3
     if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
-        steady = gpu_time(parts, start, end)
+        steady = gpu_time(parts, [(start, end)])
     return Regime(_waits_for(trace, steady, us, step, measured), steady, us, wide_start)
+
+
+def _foreign(trace: Trace, usual: Step) -> Intervals:
+    """Return the time (ns) that is not the steps' own: a cold step's first calls, and a single long pause."""
+    outlier = [(step.start, step.end) for step in trace.steps if step.start == trace.quality.outlier]
+    return union([*cold_spans(trace, usual), *outlier])
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
@@ -73,10 +85,24 @@ def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
 
 
+def _alone(trace: Trace, step: Step, end: int) -> tuple[int, int]:
+    """Return the interval (ns) of the only step that counts.
+
+    A step begins when the GPU has ended earlier work. A recording without steps begins and ends at any time, so the
+    busiest stream's first and last activity are its ends.
+    """
+    if trace.has_steps or not step.work:
+        return _own_start(trace, step), end
+    (own,) = on_busiest_stream([step])
+    return spanned(own)
+
+
 def _own_start(trace: Trace, step: Step) -> int:
     """Return the step's start (ns); if the GPU still ran earlier work after it, the end of that work."""
     if not step.work:
         return step.start
+    if trace.quality.earlier is not None and step is trace.steps[0]:
+        return max(step.start, min(trace.quality.earlier.until, step.work[0].start))
     (own,) = on_busiest_stream([step])
     first = own[0]
     before = trace.work[: bisect.bisect_left(trace.work, first.start, key=attrgetter("start"))]

@@ -40,6 +40,7 @@ from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import lanes_us, window
 from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.profiler import Profiler, profiler
+from tracereader.figures.recording import Recording, recording_of
 from tracereader.figures.regime import regime_of
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
@@ -93,6 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
     """
 
     source: Source
+    recording: Recording
     steps: tuple[StepFacts, ...]
     uneven: Uneven | None  # steps with the same calls that differ by several times
     left_out: list[str]  # far longer steps, which would hide the behavior of the rest
@@ -172,7 +174,10 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def steady_steps(self) -> Sequence[StepFacts]:
         """Return the steps of the steady window: from one step's first GPU activity to the last step's."""
-        return [one for one in self.steps[len(self.left_out) + self.after_first :] if one.gpu_busy_us][:-1]
+        working = [one for one in self.steps[len(self.left_out) + self.after_first :] if one.gpu_busy_us]
+        if self.recording.mixed is not None:
+            return working
+        return [one for one in working[:-1] if one.name != self.recording.outlier]
 
     @property
     def by_family(self) -> Counter:
@@ -207,13 +212,15 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     left_out = len(trace.steps) - len(counted)
     parts = parts_by_device(trace.work, start, end)
     layers = layer_names(trace, step)
-    waits_in, waits_in_python = idle_in(trace, step)
+    incomplete = trace.quality.incomplete
+    waits_in, waits_in_python = ({}, {}) if incomplete else idle_in(trace, step)
     measured = gpu_work(trace, step, layers)
     regime = regime_of(trace, usual, step, parts, measured)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
     lanes = lanes_us(trace, usual)
     return Summary(
         source=source(trace),
+        recording=recording_of(trace, usual),
         steps=facts,
         uneven=uneven(trace),
         left_out=[one.name for one in trace.steps[:left_out]],
@@ -223,7 +230,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         window_us=(end - start) / 1e3,
         recorded_step_us=max(lanes.values()),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
-        gpu=gpu_time(parts, start, end),
+        gpu=None if incomplete else gpu_time(parts, [(start, end)]),
         steady=regime.steady,
         steady_us=regime.steady_us,
         after_first=regime.after_first,
@@ -233,9 +240,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         kernels=kernel_times(trace),
-        step_gpu=_alone(trace, step, parts, start, end) if step.work else None,
+        step_gpu=_alone(trace, step, parts, start, end) if step.work and not incomplete else None,
         idle_in=waits_in,
-        first_wait_us=_first_wait_us(trace, start),
+        first_wait_us=None if incomplete else _first_wait_us(trace, start),
         idle_in_graphs_us=idle_in_graphs_us(step),
         idle_python=waits_in_python,
         cpu=Cpu(trace, step, layers),
@@ -266,7 +273,7 @@ def _alone(trace: Trace, step: Step, parts: Sequence[Parts], left: int, right: i
     only_its = until - first == len(step.work) and all([one.start + one.dur <= start for one in trace.work[:first]])
     if not (only_its and left <= start and end <= right):
         parts = parts_by_device(step.work, start, end)
-    return gpu_time(parts, start, end)
+    return gpu_time(parts, [(start, end)])
 
 
 def _first_wait_us(trace: Trace, start: int) -> float | None:

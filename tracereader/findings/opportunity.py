@@ -22,6 +22,7 @@ from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
 from tracereader.replay import Graph, cpu_factor, fused, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
+from tracereader.replay.recorded import TOLERANCE
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import INDUCTORS_CALL
 
@@ -50,7 +51,8 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     by REPLAY_ERROR; None if that step is known or the estimate does not matter (Case.estimates_after). basis: `replay`
     if only times and dependencies of this trace are used, `bound` if a hardware limit or a typical rate is assumed.
     how: one line on how to try it. kernels: the names of the typical step's GPU activities that the change makes
-    shorter or removes; empty if only CPU work changes.
+    shorter or removes; empty if only CPU work changes. replayed: the replayed step divided by the recorded one, if they
+    differ so much that the saving is uncertain; otherwise None.
     """
 
     change: str
@@ -65,6 +67,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     unprofiled_step_us_after: float | None = None
     estimated_savings: tuple[float, float] | None = None
     kernels: tuple[str, ...] = ()
+    replayed: float | None = None
 
     @property
     def knows_unprofiled(self) -> bool:
@@ -147,6 +150,7 @@ def priced(
         estimated_savings=(max(0.0, min(ends) - REPLAY_ERROR), min(1.0, max(0.0, *ends) + REPLAY_ERROR))
         if ends
         else None,
+        replayed=1 / scale if abs(1 / scale - 1) > TOLERANCE else None,
     )
 
 
@@ -162,7 +166,8 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
     most = one.estimated_savings[1] - REPLAY_ERROR if one.estimated_savings else one.share
-    return max(one.share, most) > WORTH_SHOWING and one.saves_us >= 0
+    least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
+    return max(one.share, most) > least and one.saves_us >= 0
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:

@@ -47,7 +47,8 @@ from tracereader.replay.changes import (
     without_waits,
     without_work,
 )
-from tracereader.replay.graph import Graph, Reason, Refused, graph_of, is_wait, may_wait, waits_of
+from tracereader.replay.graph import Graph, Reason, Refused, is_wait, may_wait, waits_of
+from tracereader.replay.recorded import graph_of
 
 __all__ = [
     "Graph",

@@ -48,24 +48,19 @@ from itertools import chain
 from statistics import median_low
 
 import msgspec
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import replace
 
 from tracereader.figures.intervals import Intervals
-from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
+from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
 
-# If the replay of an unchanged trace differs from the recorded step by more than this share, no change is priced.
-TOLERANCE = 0.03
 # Defaults for traces with fewer than ENOUGH measurements: the launch latency on an idle GPU, and the gap between two
 # activities of a stream. H200 traces show 6.0 to 10 µs and 1.0 to 1.6 µs.
 LATENCY_NS, GAP_NS = 7_000, 1_200
 ENOUGH = 10
 # No known cause delays an activity longer than this once its launch call has returned and its stream is free.
 EXPLAINED_NS = 100_000
-# Of a trace with more activities than this, only the steps near one are replayed, and at least so many; a single one if
-# each has more than SINGLE activities. So many places are tried until the steps there take as long as the recorded one.
-REPLAYED, REPLAYED_STEPS, SINGLE, TRIED = 5_000, 3, 1_000, 10
 # The clocks of CPU and GPU agree within this time.
 SKEW_NS = 3_000
 # The time of a waiting call if there is nothing to wait for.
@@ -78,12 +73,6 @@ AMONG_LAST = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
-# In the names of launches, and of the ops of libraries for GPUs: Apple's, NVIDIA's and AMD's. An LSTM on the CPU calls
-# aten::cudnn_is_acceptable.
-OF_A_GPU = (
-    "Launch", "_mps", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
-    "_efficient_attention_", "_flash_attention_forward", "_pin_memory",
-)  # fmt: skip
 # In the names of the calls that make a stream wait for an event.
 STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
@@ -97,6 +86,7 @@ class Reason(Enum):
     NO_LAUNCHES = "most of the GPU work has no launch call in the trace"
     NO_CPU_SLICES = "a step has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
+    INCOMPLETE = "GPU records are missing"
     NOT_REPRODUCED = "the replay of the unchanged trace does not reproduce the recorded step"
     DISTURBED = "other programs probably used the CPU's cores while it was recorded"
     NOT_READ = "the trace of a rank cannot be read again on this machine"
@@ -150,6 +140,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     gap_ns: int  # the trace's typical gap between two activities of a stream
     recorded_us: float  # over all recorded steps
     trace: Trace  # with the replayed steps only
+    mixed: bool = False  # whether the steps are of two kinds, so that a step's time is the mean of all
     repeats: bool = False  # whether steps like the single one of this graph follow it
     replayed_us: float = 0.0  # the step's time in the replay of the unchanged graph
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
@@ -231,7 +222,8 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     def lanes_us(self) -> tuple[float, float]:
         """Return the step's time on the CPU and on the GPU, which is 0 without GPU work; see step_us()."""
         ends, dur, steps, aside = self.ends(), self.dur, self.steps, self.aside
-        on_cpu = pace([ends[step.start] for step in steps], ends[steps[-1].end])  # points of a thread take no time
+        # Points of a thread take no time.
+        on_cpu = pace([ends[step.start] for step in steps], ends[steps[-1].end], self.mixed)
         if not self.activity:
             return on_cpu / 1e3, 0.0
         if self.repeats and (again := self._ends_of_the_next(ends)):
@@ -241,7 +233,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
             return (again[end] - again[start]) / 1e3, to_the_next / 1e3
         works = [set(step.work) - aside or step.work if aside else step.firsts for step in steps]
         firsts = [min([ends[node] - dur[node] for node in work]) for work in works]
-        on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)))
+        on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)), self.mixed)
         return on_cpu / 1e3, on_gpu / 1e3
 
     def _ends_of_the_next(self, ends: list[int]) -> list[int] | None:
@@ -263,89 +255,6 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         for node in waits:  # for the work of earlier steps
             wait[node], wait_lag[node] = step.start, latest - start
         return replace(self, before=before, lag=lag, wait=wait, wait_lag=wait_lag).ends()
-
-
-def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None = None) -> Graph | Refused:
-    """Return the graph of the recorded steps, or a Refused with the reason why there is none.
-
-    around: of a long trace, replay only the steps around this one. They are replayed if they reproduce the recorded
-    step; otherwise, or for None, all steps are. Of a program that uses no GPU, only the typical step is replayed.
-    recorded_us: the recorded step's time, if it is known already.
-    """
-    if not trace.work:
-        if not runs_on_the_cpu(trace):
-            return Refused(Reason.NO_GPU_WORK)
-        parts = [replace(trace, steps=(typical(trace),), outside=())]
-    else:
-        launched = sum(one.launch is not None for one in trace.work)
-        if not any(step.work for step in trace.steps) or 2 * launched < len(trace.work):
-            return Refused(Reason.NO_LAUNCHES)
-        parts = [trace]
-    if any((step.work or not trace.work) and not step.roots for step in parts[0].steps):
-        return Refused(Reason.NO_CPU_SLICES)
-    if recorded_us is None:
-        recorded_us = recorded_step_us(trace, typical(trace))
-    if recorded_us <= 0:
-        return Refused(Reason.NO_TIME)
-    if trace.work and around is not None and (near := _steps_near(trace, around, recorded_us)) is not trace:
-        parts.insert(0, near)
-    for part in parts:
-        graph = _Builder(part, recorded_us, len(part.steps) == 1 < len(trace.steps)).built()
-        replayed_us = graph.step_us()
-        off = replayed_us / recorded_us
-        if abs(off - 1) <= TOLERANCE:
-            force_setattr(graph, "replayed_us", replayed_us)  # a copy would replay the steps again
-            return graph
-    return Refused(Reason.NOT_REPRODUCED, off)
-
-
-def runs_on_the_cpu(trace: Trace) -> bool:
-    """Return whether nothing in the trace belongs to a GPU: no work, no device, no launch, no op of a GPU's library.
-
-    A recording of the CPU's activities alone shows no kernels of a program that uses a GPU.
-    """
-    if trace.work or trace.device_properties:
-        return False
-    return not any(part in name for name in trace.op_names for part in OF_A_GPU)
-
-
-def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
-    """Return the trace with only the steps near one that have about REPLAYED activities together.
-
-    They take as long as the recorded step. If no such steps are found, all steps stay. Activities of earlier steps that
-    still run when the first of these steps starts are kept without their launches. A single step stays only if all
-    steps launch about as much: not if a few passes before an optimizer's step are a step each.
-    """
-    usual, total = typical(trace), len(trace.steps)
-    least = recorded_us * TOLERANCE
-    counts = [max(REPLAYED_STEPS, REPLAYED * total // max(1, len(trace.work)))]
-    launched = [len(step.work) for step in working_steps(trace, usual)]
-    if len(trace.work) > SINGLE * total and min(launched) > (1 - TOLERANCE) * max(launched):
-        counts.insert(0, 1)
-    for count in counts:
-        if count >= total:
-            break
-        middle = trace.steps.index(around) - count // 2
-        for first in sorted(range(total - count + 1), key=lambda first: abs(first - middle))[:TRIED]:
-            steps = trace.steps[first : first + count]
-            alone = replace(trace, steps=steps)
-            if not any(step.work for step in steps) or abs(recorded_step_us(alone, usual) - recorded_us) > least:
-                continue
-            # The middle one of three steps shows the steady state, even if the CPU is far ahead of the GPU.
-            if count < REPLAYED_STEPS and any(
-                _behind_us(step) > least for step in trace.steps[max(0, first - 1) : first + count]
-            ):
-                continue
-            start, end = steps[0].start, steps[-1].end
-            work = tuple(one for one in trace.work if one.end > start and (one.launch or one).start < end)
-            outside = tuple(op for op in trace.outside if start <= op.start < end)
-            return replace(alone, work=work, outside=outside)
-    return trace
-
-
-def _behind_us(step: Step) -> float:
-    """Return how long (µs) the step's GPU work runs after the step's end on the CPU."""
-    return (max((one.end for one in step.work), default=step.end) - step.end) / 1e3
 
 
 def is_wait(call: Op) -> bool:
@@ -371,7 +280,7 @@ def may_wait(name: str) -> bool:
     return "Synchronize" in name or "Memcpy" in name
 
 
-class _Builder:
+class Builder:
     """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
 
     def __init__(self, trace: Trace, recorded_us: float, repeats: bool):
@@ -641,6 +550,7 @@ class _Builder:
             gap_ns=self.gap_ns,
             recorded_us=self.recorded_us,
             trace=self.trace,
+            mixed=self.trace.quality.mixed is not None,
             repeats=self.repeats,
         )
 

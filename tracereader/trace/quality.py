@@ -10,13 +10,14 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import count, pairwise
 from operator import attrgetter
 from statistics import median_low
 
 from msgspec.structs import replace
 
 from tracereader.trace.labels import COMPILE_ID, COMPILING
-from tracereader.trace.slices import Cold, Earlier, Op, Quality, Step, Work
+from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
 
 CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
 # Calls that give the GPU a kernel or a graph, in CUDA's and HIP's names. The profiler records an activity for each, as
@@ -28,7 +29,7 @@ IN_ORDER_NS = 100_000
 LOADS = re.compile(r"(?:Module|Library)Load|FatBinary|^cuInit$|^hipInit$")
 LOADING = "Loading"
 # Calls that start CUDA or its libraries if they take SLOW_NS, and calls that may load a kernel's code.
-STARTS = re.compile(r"GetDeviceProperties|GetDeviceCount|GetStreamPriorityRange|SetDevice|StreamCreate|StreamIsCapturing")
+STARTS = re.compile(r"GetDevice(?:Properties|Count)|GetStreamPriorityRange|SetDevice|StreamCreate|StreamIsCapturing")
 MAY_LOAD = re.compile(r"Launch|Func|Occupancy|KernelGet")
 ALLOCATES = re.compile(r"^(?:cuda|hip)(?:Malloc|HostAlloc|MallocHost|HostMalloc)(?:Async)?$")
 FREES = re.compile(r"^(?:cuda|hip)Free(?:Host)?$")
@@ -42,6 +43,11 @@ SLOW_NS, SLOW_TIMES = 1_000_000, 20
 LEAST_SHARE, LEAST_NS = 0.01, 100_000
 ASKED = re.compile("|".join(one.pattern for one in (CAPTURE_EDGE, LAUNCH, LOADS, STARTS, MAY_LOAD, ALLOCATES, FREES))
                    + f"|{INSTANTIATES}")  # fmt: skip
+# Steps are of two kinds if the shortest of the longer ones takes this many times the longest of the others. On the H200
+# the steps after the first differ by up to 1.4.
+APART = 1.5
+# With fewer steps, a single longer one may come again.
+ENOUGH_STEPS = 5
 _start = attrgetter("start")
 
 
@@ -55,17 +61,17 @@ def clip(work: Sequence[Work]) -> tuple[int, int]:
     for one in work:
         if not one.from_graph:
             streams[one.device, one.track].append(one)
-    count = taken = 0
+    found = taken = 0
     for some in streams.values():
         least, following = math.inf, None
         for one in reversed(some):
             end = one.start + one.dur
             if end > least + IN_ORDER_NS:
-                count, taken = count + 1, taken + end - following.start
+                found, taken = found + 1, taken + end - following.start
                 end = following.start
                 one.dur = end - one.start
             least, following = min(least, end), one
-    return count, taken
+    return found, taken
 
 
 def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[list[tuple[int, int]], int]:
@@ -109,18 +115,21 @@ def quality_of(
         captures = _merged(captures)
     calls, lost = _lost(names, captures)
     kept, all_lost = _kept(steps, lost)
-    count = Counter(op.name for op in lost)
+    by_name = Counter(op.name for op in lost)
     quality = Quality(
         launches=sum(calls.values()),
         lost=len(lost),
-        lost_calls={name: (number, calls[name]) for name, number in count.most_common()},
+        lost_calls={name: (number, calls[name]) for name, number in by_name.most_common()},
         without_records=tuple(step.name for step in steps if step not in kept) if len(kept) < len(steps) else (),
         incomplete=all_lost,
         clipped=clipped[0],
         clipped_ns=clipped[1],
         cold=_cold(kept, names, work, overheads, captures, edges),
     )
-    return replace(quality, earlier=None if all_lost else _earlier(kept, work)), kept
+    if all_lost:
+        return quality, kept
+    mixed, outlier = _kinds(kept, quality)
+    return replace(quality, earlier=_earlier(kept, work), mixed=mixed, outlier=outlier), kept
 
 
 def _lost(names: dict[str, list[Op]], captures: Sequence[tuple[int, int]]) -> tuple[Counter, list[Op]]:
@@ -287,3 +296,42 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
         return None
     until = first.start if hidden else max(ended, *(end for _, end in spans))
     return Earlier(until, ns, tuple(waits), bool(before) and ended > step.start)
+
+
+def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int | None]:
+    """Return whether the steps are of two kinds, and the start of the only step that is far longer than all others.
+
+    Where the CPU runs ahead of the GPU, only steps that are longer on both lanes are longer.
+    """
+    on_gpu = any(step.work for step in steps)
+    amounts = [len(step.work) if on_gpu else step.size for step in steps]
+    working = [step for step, amount in zip(steps, amounts, strict=True) if 2 * amount >= max(amounts) and step.us]
+    if len(working) < ENOUGH_STEPS - 1:
+        return None, None
+    long = _longer({step.start: step.end - step.start for step in working})
+    if on_gpu and long:
+        firsts = {step.start: step.work[0].start for step in working}
+        # A step's delay on the GPU lies before its first activity, or between that and the next step's.
+        pairs = list(pairwise(working))
+        longer = _longer({after.start: firsts[after.start] - firsts[before.start] for before, after in pairs})
+        delayed = longer | {before.start for before, after in pairs if after.start in longer}
+        long = {start for start in long if start in delayed or start == working[0].start}
+    first = working[0]
+    others = long - {first.start}
+    if first.start in long and (
+        len(others) < 2
+        or quality.cold_in(first)
+        or first.us > APART * max(step.us for step in working if step.start in others)
+    ):
+        long = others  # it is longer for being the first
+    if len(long) >= 2:
+        return Mixed(frozenset(long)), None
+    return None, min(long) if long and len(working) >= ENOUGH_STEPS else None
+
+
+def _longer(times: dict[int, int]) -> set[int]:
+    """Return the keys of the times above the widest gap between them; none if all times are alike."""
+    in_order = sorted(times, key=times.__getitem__)
+    ratios = [times[after] / max(1, times[before]) for before, after in pairwise(in_order)]
+    widest, place = max(zip(ratios, count(1), strict=False), default=(0.0, 0))
+    return set(in_order[place:]) if widest >= APART else set()

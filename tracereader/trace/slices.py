@@ -404,6 +404,12 @@ class Earlier(msgspec.Struct, frozen=True):
     recorded: bool
 
 
+class Mixed(msgspec.Struct, frozen=True):
+    """Steps of two kinds, one of which takes longer. long: the starts (ns) of the longer steps, at least two."""
+
+    long: frozenset[int]
+
+
 class Quality(msgspec.Struct, frozen=True):
     """What a recording lacks, and what in it does not belong to a step.
 
@@ -412,7 +418,8 @@ class Quality(msgspec.Struct, frozen=True):
     steps that were left out because launches of theirs have no records. incomplete: whether that is true of every step
     that launches, so that none was left out. clipped, clipped_ns: activities that were recorded as ending after a later
     one of their stream, and the time that was taken off them. cold: by start. earlier: None if the first step waits for
-    no earlier work.
+    no earlier work. mixed: None if the steps are of one kind; otherwise a step's time is the mean of all. outlier: the
+    start (ns) of the only step that takes far longer than all others and is not the first.
     """
 
     launches: int = 0
@@ -424,6 +431,8 @@ class Quality(msgspec.Struct, frozen=True):
     clipped_ns: int = 0
     cold: tuple[Cold, ...] = ()
     earlier: Earlier | None = None
+    mixed: Mixed | None = None
+    outlier: int | None = None
 
     def cold_in(self, step: Step) -> list[Cold]:
         """Return the time in calls of a step that a warm step does not make, clipped to the step."""
