@@ -4,12 +4,12 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, joined, length, length_between, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, both, joined, length, length_between, minus, union
 from tracereader.figures.steps import graph_spans, ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
@@ -30,7 +30,8 @@ class GpuTime(msgspec.Struct, frozen=True):
     compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call returned:
     `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran is all
     `not_launched`, as is the time after the trace's last activity. The gap at the end of the window is cut by the
-    activity that follows the window. A gap between the activities of one CUDA graph is `launched`. A gap is `unknown`
+    activity that follows the window. Of a process with several GPUs, idle time is `elsewhere` while another GPU works
+    and either the CPU waits for it or the next activity was launched. A gap between the activities of one CUDA graph is `launched`. A gap is `unknown`
     if the next activity has no launch in the trace.
     """
 
@@ -43,6 +44,7 @@ class GpuTime(msgspec.Struct, frozen=True):
     idle_not_launched_us: float
     idle_launched_us: float
     idle_unknown_us: float
+    idle_elsewhere_us: float = 0.0
 
 
 class FamilyTime(msgspec.Struct, frozen=True):
@@ -69,10 +71,14 @@ class Parts(msgspec.Struct, frozen=True):
     unknown: Intervals
     device: int | str = 0
     by_family: dict[str, Intervals] = {}
+    elsewhere: Intervals = []
 
     def between(self, start: int, end: int) -> GpuTime:
         """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""
-        parts = (self.exposed_communication, self.exposed_copy, self.not_launched, self.launched, self.unknown)
+        parts = (
+            self.exposed_communication, self.exposed_copy, self.not_launched, self.launched, self.unknown,
+            self.elsewhere,
+        )  # fmt: skip
         communication, copy, *idle = (length_between(one, start, end) for one in parts)
         by_family = Counter({family: length_between(some, start, end) for family, some in self.by_family.items()})
         compute = by_family.total()
@@ -86,11 +92,15 @@ class Parts(msgspec.Struct, frozen=True):
             idle_not_launched_us=idle[0] / 1e3,
             idle_launched_us=idle[1] / 1e3,
             idle_unknown_us=idle[2] / 1e3,
+            idle_elsewhere_us=idle[3] / 1e3,
         )
 
 
-def parts_by_device(work: Sequence[Work], start: int, end: int) -> list[Parts]:
-    """Return the parts of the window between two stamps (ns) of each device with work there. work: by start."""
+def parts_by_device(work: Sequence[Work], start: int, end: int, waits: Intervals | None = None) -> list[Parts]:
+    """Return the parts of the window between two stamps (ns) of each device with work there. work: by start.
+
+    waits: when the CPU waits for a GPU, to tell what a GPU's idle time has to do with the process's other GPUs.
+    """
     by_device = defaultdict(list)
     following: dict[int | str, Work] = {}
     for one in work:
@@ -98,7 +108,26 @@ def parts_by_device(work: Sequence[Work], start: int, end: int) -> list[Parts]:
             following.setdefault(one.device, one)
         elif one.start + one.dur > start:
             by_device[one.device].append(one)
-    return [_of_device(some, start, end, following.get(device)) for device, some in by_device.items()]
+    found = [_of_device(some, start, end, following.get(device)) for device, some in by_device.items()]
+    return _beside_each_other(found, waits) if waits is not None and len(found) > 1 else found
+
+
+def _beside_each_other(found: Sequence[Parts], waits: Intervals) -> list[Parts]:
+    """Return the parts with each device's idle time during which another one works: see GpuTime."""
+    works = [union([*one.compute, *one.communication, *one.exposed_copy]) for one in found]
+    parts = []
+    for number, one in enumerate(found):
+        others = union(chain.from_iterable(busy for place, busy in enumerate(works) if place != number))
+        not_launched, launched = both(one.not_launched, both(others, waits)), both(one.launched, others)
+        parts.append(
+            msgspec.structs.replace(
+                one,
+                not_launched=minus(one.not_launched, not_launched),
+                launched=minus(one.launched, launched),
+                elsewhere=union([*not_launched, *launched]),
+            )
+        )
+    return parts
 
 
 def busiest(parts: Sequence[Parts]) -> Parts | None:
@@ -233,6 +262,8 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     """
     if not step.work:
         return {}, {}
+    if trace.quality.mixed is not None:
+        return _idle_in_all(trace)
     number = trace.steps.index(step)
     first, end = spanned(step.work)
     next_one = next((place for place in range(number + 1, len(trace.steps)) if trace.steps[place].work), number)
@@ -242,10 +273,38 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
         reached, end = max([*before, first]), max(end, trace.steps[next_one].work[0].start)
     else:
         reached = max(before + [step.start] * (not number), default=step.start)
-    roots = roots_by_track(trace.steps[max(0, number - 1) : next_one + 1])
+    near = trace.steps[max(0, number - 1) : next_one + 1]
+    return _idle_between(trace, near, step, reached, trace.work[len(before) : _until(trace.work, end)])
+
+
+def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the same for steps of two kinds: the mean of all steps, from the start of the first one."""
+    steps, count = trace.steps, len(trace.steps)
+    working = next(step for step in steps if step.work)
+    last = max(one.start for step in steps for one in step.work)
+    before = bisect.bisect_left(trace.work, steps[0].start, key=_start)
+    reached = max([one.start + one.dur for one in trace.work[:before]], default=steps[0].start)
+    found = _idle_between(
+        trace, steps, working, max(reached, steps[0].start), trace.work[before : _until(trace.work, last)]
+    )
+    return tuple({name: us / count for name, us in some.items()} for some in found)
+
+
+def _until(work: Sequence[Work], time: int) -> int:
+    return bisect.bisect_right(work, time, key=_start)
+
+
+def _idle_between(
+    trace: Trace, near: Sequence[Step], step: Step, reached: int, work: Sequence[Work]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the idle time (µs) before some activities from a time on: see idle_in().
+
+    near: the steps whose ops count. step: one of them, which shows whether ops were recorded.
+    """
+    roots = roots_by_track(near)
     outside = outside_ops(step, roots)
     gaps: dict[tuple, Intervals] = defaultdict(list)  # by the launching thread
-    for one in trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]:
+    for one in work:
         start = one.start
         if start > reached and one.launch is not None:
             returned = launched_by(one, reached, start)

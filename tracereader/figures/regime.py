@@ -36,13 +36,14 @@ class Regime(msgspec.Struct, frozen=True):
 
     waits_for: the name of what limits the steps, as waits_for() returns it. steady, steady_us: the GPU's time from one
     step's first work to the last one's, and its length. after_first: whether that leaves out a first step that stands
-    out.
+    out. busy_by_device: of a process with several GPUs, the share of that time in which each is busy.
     """
 
     waits_for: str | None
     steady: GpuTime | None
     steady_us: float
     after_first: bool
+    busy_by_device: dict[str, float] = {}
 
 
 def regime_of(
@@ -64,7 +65,9 @@ def regime_of(
     steady, us = gpu_time(parts, windows), length(windows) / 1e3
     if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
         steady = gpu_time(parts, [(start, end)])
-    return Regime(_waits_for(trace, steady, us, step, measured), steady, us, wide_start)
+    several = parts if len(parts) > 1 and us else ()
+    busy = {str(one.device): gpu_time([one], windows).busy_us / us for one in several}
+    return Regime(_waits_for(trace, steady, us, step, measured), steady, us, wide_start, busy)
 
 
 def _foreign(trace: Trace, usual: Step) -> Intervals:
@@ -117,7 +120,8 @@ def _waits_for(
 ) -> str | None:
     """Return the name of what limits the steps; None if the GPU is idle and no launch shows why.
 
-    "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". It is decided from
+    "overhead", "gpu-side", "turns", "communication", "compute", "memory", "gpu", "capture", "cpu-only" or
+    "incomplete". It is decided from
     step to step, without a first step that stands out, which would hide the behavior of the others.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
@@ -138,9 +142,20 @@ def _captures(found: Captures | None, step: Step) -> bool:
     return found is not None and (found.launches > launches(step) or found.us > MOST * step.us)
 
 
+def waits_for_gpus(trace: Trace) -> Intervals:
+    """Return when (ns) the CPU waits for a GPU in the steps."""
+    calls = (op for step in trace.steps for op in step.named(lambda name: "Synchronize" in name))
+    return union((op.start, op.start + op.dur) for op in calls if op.kind == "runtime")
+
+
 def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
     """Return the GPU's idle time (µs) by cause; the key None means unknown."""
-    return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
+    return {
+        "overhead": gpu.idle_not_launched_us,
+        "gpu-side": gpu.idle_launched_us,
+        "turns": gpu.idle_elsewhere_us,
+        None: gpu.idle_unknown_us,
+    }
 
 
 def _roof_met(total_us: float, work: Iterable[tuple[float, str | None, float | None]], busy: float) -> str:

@@ -15,6 +15,7 @@ from tracereader.figures.intervals import Intervals, Lengths, joined, length, un
 from tracereader.figures.pace import is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
+from tracereader.trace.quality import LAUNCH
 
 # A step that took this many times the typical one is marked. On the H200 the first recorded step takes 1.7 to 3.4 times
 # the others, and the others differ among each other by up to 1.4.
@@ -234,6 +235,11 @@ def launches(step: Step) -> int:
     return len({id(one.launch) for one in step.work if one.launch is not None})
 
 
+def _launch_calls(step: Step) -> int:
+    """Return the number of a step's calls that launch kernels or graphs, if not all of them have GPU records."""
+    return sum(op.kind == "runtime" for op in step.named(LAUNCH.match))
+
+
 def usual_busy_us(steps: Sequence[StepFacts]) -> float:
     """Return the median time (µs) that the GPU is busy with a step's work. steps: without those that are left out.
 
@@ -266,6 +272,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     busy = [busy_us(step.work) for step in trace.steps]
     usual_busy = median(with_a_middle([us for us in busy if us]) or [0.0])
     asked = [one.start for one in trace.queries]
+    lost = trace.quality.incomplete
     facts = []
     before = usual_self = None
     for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
@@ -283,11 +290,11 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
-                launches=launches(step) if has_launch else 0,
+                launches=launches(step) if has_launch and not lost else _launch_calls(step) if lost else 0,
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
-                gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,
-                launch_to_start_us=(started - launched) / 1e3 if has_launch else None,
+                gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch and not lost else None,
+                launch_to_start_us=(started - launched) / 1e3 if has_launch and not lost else None,
                 occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,

@@ -41,7 +41,7 @@ from tracereader.figures.pace import lanes_us, window
 from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.profiler import Profiler, profiler
 from tracereader.figures.recording import Recording, recording_of
-from tracereader.figures.regime import regime_of
+from tracereader.figures.regime import regime_of, waits_for_gpus
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
 from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven, usual_busy_us
@@ -108,6 +108,7 @@ class Summary(msgspec.Struct, frozen=True):
     steady: GpuTime | None  # the same from one step's first GPU work to the last one's; see regime.py
     steady_us: float  # the length of its window
     after_first: bool  # whether that leaves out a first step that stands out
+    busy_by_device: dict[str, float]  # of a process with several GPUs, the share of the steady window; see regime.py
     waits_for: str | None  # the regime: what limits the steps; see regime.py
     families: tuple[FamilyTime, ...]
     captures: Captures | None  # of the step, into CUDA graphs; None if a step captures nothing
@@ -210,7 +211,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     facts = step_facts(trace, usual)
     counted, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(counted)
-    parts = parts_by_device(trace.work, start, end)
+    waits = waits_for_gpus(trace) if len(trace.devices) > 1 else None
+    parts = parts_by_device(trace.work, start, end, waits)
     layers = layer_names(trace, step)
     incomplete = trace.quality.incomplete
     waits_in, waits_in_python = ({}, {}) if incomplete else idle_in(trace, step)
@@ -235,6 +237,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         steady_us=regime.steady_us,
         after_first=regime.after_first,
         waits_for=regime.waits_for,
+        busy_by_device=regime.busy_by_device,
         families=families(trace.work, start, end),
         captures=captures(step.roots, trace.op_names),
         gpu_work=measured,

@@ -128,7 +128,7 @@ class Training(msgspec.Struct, frozen=True):
 def training(trace: Trace, step: Step) -> Training:
     """Return the parts of the step besides forward."""
     ops = list(step.walk())
-    idle = _idle(trace.work, step)
+    idle = None if trace.quality.incomplete else _idle(trace.work, step)
     syncs, charged = _syncs(step, ops, idle)
     rest = None if idle is None else minus(idle, charged)  # so that no idle time is charged twice
     again = recomputed_ops(step)
@@ -138,7 +138,7 @@ def training(trace: Trace, step: Step) -> Training:
         recomputed=_recomputed(step, again),
         optimizers=_optimizers(step, rest, sparse),
         syncs=syncs,
-        loading=_loading(step, rest),
+        loading=_loading(step, rest) if trace.quality.mixed is None else _mean_loading(trace),
         memory=_memory(trace, step),
         has_sparse_gradients=sparse,
         unused_nodes=len(unused_nodes(trace, step)),
@@ -378,6 +378,17 @@ def asking(call: Op) -> str:
         elif op.kind == "op":
             break
     return name or (label if label and not label.startswith(STEP) else "Python")
+
+
+def _mean_loading(trace: Trace) -> Loading | None:
+    """Return the mean of all steps, which are of two kinds: perhaps only some of them wait."""
+    found = [one for step in trace.steps if (one := _loading(step, _idle(trace.work, step))) is not None]
+    count, us = len(trace.steps), sum(step.us for step in trace.steps)
+    if not found:
+        return None
+    idle_us = None if found[0].idle_us is None else sum(one.idle_us for one in found) / count
+    waited = sum(one.us for one in found)
+    return Loading(us=waited / count, idle_us=idle_us, share=waited / us if us else 0.0)
 
 
 def _loading(step: Step, idle: Intervals | None) -> Loading | None:

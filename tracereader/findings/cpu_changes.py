@@ -46,6 +46,8 @@ FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
 FEW_LAUNCHES = 4
 # CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
 READY_BATCH_US = 80
+# The share of the step that it waits for the DataLoader's workers from which on they set its pace.
+WORKERS_SET_THE_PACE = 0.1
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000
@@ -106,6 +108,8 @@ def copying(call: Op) -> Op:
 
 
 def remove_sync(case: Case) -> Proposal | None:
+    if _waits_for_workers(case) or case.summary.waits_for == "turns":
+        return None  # several GPUs would overlap only steps that do not depend on each other
     calls = [
         op
         for op in _waits(case)
@@ -141,6 +145,14 @@ def remove_sync(case: Case) -> Proposal | None:
         "; ".join(how),
         assumed=choose,  # computing all elements instead of the selected ones takes longer
     )
+
+
+def _waits_for_workers(case: Case) -> bool:
+    """Return whether the DataLoader's workers set the pace: time saved elsewhere is then waited for them."""
+    loading = case.summary.training.loading
+    names = case.trace.op_names
+    workers = any(name.startswith(LOADER) and "MultiProcessing" in name for name in names)
+    return workers and loading is not None and loading.share > WORKERS_SET_THE_PACE
 
 
 def waits_in(call: Op) -> str:
@@ -327,7 +339,8 @@ def data_loader(case: Case) -> Proposal | None:
         how = f"more workers{if_idle}, a larger prefetch_factor, or less work for each sample"
     return Proposal(
         graph,
-        f"the step waits {duration(loading.us)} for the DataLoader" + (", which has no workers" if single else ""),
+        f"{'on average, ' * (case.summary.recording.mixed is not None)}the step waits {duration(loading.us)} for the "
+        "DataLoader" + (", which has no workers" if single else ""),
         how,
         assumed=True,
         least_us=least_us,

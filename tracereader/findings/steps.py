@@ -17,6 +17,7 @@ from tracereader.findings.finding import (
     ROOFS,
     TABLE,
     Verdict,
+    activities,
     copies_as_noun,
     counted,
     duration,
@@ -53,20 +54,23 @@ MORE_GPU_TIME = 1.5
 # Times of one step that differ by less than this share are the same time, measured on two lanes.
 SAME_TIME = 0.02
 WORDS = {
-    "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
+    "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "turns": "one GPU at a time",
+    "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
-    "capture": "CUDA graph capture", None: "idle for a reason that the trace does not show",
+    "capture": "CUDA graph capture", "incomplete": "GPU records are missing",
+    None: "idle for a reason that the trace does not show",
 }  # fmt: skip
 BOUND_BY = {
     "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
     "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
+    "incomplete": "unknown", "turns": "other GPUs",
     None: "unknown",
 }  # fmt: skip
 # The parts of a GPU's time that are not compute.
 PARTS = {
     "communication": "exposed communication", "copy": "exposed copies and memsets",
     "not_launched": "idle, waiting for CPU launches", "launched": "idle, next activity launched, not started",
-    "unknown": "idle, next activity's launch not in the trace",
+    "unknown": "idle, next activity's launch not in the trace", "elsewhere": "idle while another GPU works",
 }  # fmt: skip
 # Calls are slower if most of them took at least this many times as long as in the typical step. On the H200 the factors
 # are 1.3 to 3.7 in the first recorded step, and 0.8 to 1.3 between the others.
@@ -92,6 +96,14 @@ def waiting(summary: Summary) -> tuple[str, str]:
         into = f"into {counted(recorded.graphs, 'graph')} and ran nothing"
         others = f"; {counted(ran, 'more launch', 'more launches')} ran" if ran else ""
         return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
+    if found == "incomplete":
+        lost, calls = summary.recording.lost, summary.recording.launches
+        have = "has" if lost == 1 else "have"
+        return word, (
+            f"{lost:,} of {counted(calls, 'launch call')} {have} no GPU record, so the trace shows neither when the "
+            "GPU was idle nor how long a step takes; record fewer steps, and call torch.cuda.synchronize() before the "
+            "profiler stops"
+        )
     if gpu is None:
         if summary.source.devices:
             return word, "the trace has GPU work, but none in the steps"
@@ -118,6 +130,8 @@ def of_the_gpu(found: str | None, gpu: GpuTime, us: float, busy_in: str = "") ->
     idle time nor communication limits; "" for the largest family.
     """
     idle = gpu.idle_us / us if us else 0.0
+    if found == "turns":
+        return f"the busiest GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
     if found in ("overhead", "gpu-side", None):
         return f"the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
     if found == "communication":
@@ -135,6 +149,7 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
     return {
         "overhead": f"{part} is the GPU waiting for CPU launches",
         "gpu-side": f"for {part} the next activity had been launched but had not started",
+        "turns": f"during {part} another GPU of the process works",
         None: f"for {part} the trace does not have the launch of the next activity",
     }[cause]
 
@@ -149,6 +164,11 @@ def longest_waits(summary: Summary) -> str:
     The text is "" if the step is not overhead-bound.
     """
     whole = sum(summary.idle_in.values())
+    if summary.waits_for == "turns":
+        return (
+            "To let the GPUs work at the same time, give them several smaller batches one after another "
+            "(torch.distributed.pipelining), or use fewer GPUs if the model fits"
+        )
     if summary.waits_for != "overhead" or not whole:
         return ""
     most = sorted(summary.idle_in.items(), key=lambda one: -one[1])[:WAITS_NAMED]
@@ -270,6 +290,58 @@ def _slow_products(summary: Summary) -> str | None:
     if not slow or covered_us(slow) < MOST * summary.chosen.cpu_us:
         return None
     return f"the matrix products are far slower than the best rates that this run measured: {BUSY}. {WHAT_TO_DO}"
+
+
+def of_recording(summary: Summary) -> list[str]:
+    """Return sentences on what the recording lacks and on what in it is not the steps' own, without what is missing
+    from every step: the regime says that."""
+    found, said = summary.recording, []
+    if found.left_out:
+        several = len(found.left_out) > 1
+        first, last = (name.removeprefix(STEP[:-1]) for name in (found.left_out[0], found.left_out[-1]))
+        which = f"{len(found.left_out):,} steps from {first} to {last} are" if several else f"step {first} is"
+        calls = counted(found.launches, "launch call")
+        said.append(
+            f"{which} left out of everything below: {found.lost:,} of the recording's {calls} have no GPU record"
+        )
+    if found.clipped:
+        several = found.clipped > 1
+        said.append(
+            f"{activities(found.clipped)} {'were' if several else 'was'} recorded as ending after a later one of the "
+            f"same stream, which cannot be: here {'they end' if several else 'it ends'} when the next one starts, "
+            f"{duration(found.clipped_us)} earlier{' in sum' * several}"
+        )
+    if found.earlier_us:
+        said.append(
+            f"the first step waits {duration(found.earlier_us)} for GPU work from before it; this counts neither as "
+            "the step's time nor as idle time"
+        )
+    if summary.busy_by_device:
+        shares = [f"GPU {device} {share:.0%}" for device, share in sorted(summary.busy_by_device.items())]
+        said.append(f"one process uses several GPUs, which are busy for these shares of the time: {listed(shares)}")
+    around = found.before_us + found.after_us
+    if around > MUCH_OUTSIDE * summary.recorded_step_us:
+        said.append(
+            f"the recording has {duration(found.before_us)} before its first GPU activity and "
+            f"{duration(found.after_us)} after its last one, which do not count as idle time"
+        )
+    if found.mixed is not None:
+        longer, count = found.mixed.longer, len(summary.steps)
+        others, one = duration(found.mixed.others_us), duration(found.mixed.longer_us)
+        step = next((step for step in summary.steps if step.times_the_typical is not None), None)
+        why = cause(summary, step) if step is not None else None
+        said.append(
+            f"{longer:,} of {count:,} steps take {one}, and the others {others}"
+            + (f": in step {step.number}, {why}" if why else "")
+        )
+    if found.outlier is not None:
+        step = next(one for one in summary.steps if one.name == found.outlier)
+        why = cause(summary, step)
+        said.append(
+            f"step {step.number} takes {duration(step.cpu_us)}, far longer than all others, and is left out of the "
+            f"regime{f': {why}' if why else ''}"
+        )
+    return said
 
 
 def bound_by(summary: Summary) -> str:

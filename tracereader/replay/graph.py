@@ -477,7 +477,8 @@ class Builder:
             return None
         found = None
         for track, recent in latest.items():
-            if track == one.track or recent[-1].device != one.device:
+            # A copy between GPUs, or an event, makes an activity wait for another GPU's. Only its late start shows it.
+            if track == one.track or (recent[-1].device != one.device and (has_event or not is_late)):
                 continue
             for other in reversed(recent):
                 if other.end <= one.start + SKEW_NS and _launched_before(other, one.launch):

@@ -237,10 +237,17 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.source.has_steps:
         count = len(summary.steps)
         words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
+        words[-1] += " on average" * (summary.recording.mixed is not None)
+        if summary.waits_for == "incomplete":
+            words[-1] = counted(count, "step")
         words[-1] += steps.by_calls(summary)
         words += filter(None, [steps.outside(summary)])
     else:
         words.append(f"no profiler steps: the recording of {step_us} counts as one step")
+        if summary.waits_for == "incomplete":
+            words[-1] = "no profiler steps"
+        elif summary.recording.cold_us:
+            words[-1] += f", and {duration(summary.chosen.cpu_us)} with its first calls"
         calls = summary.source.may_be_steps
         if calls is not None and len(calls.name) <= steps.LONGEST_NAME and calls.name.isprintable():
             flag = "--steps=" if calls.name.startswith("-") else "--steps "
@@ -278,6 +285,8 @@ def _notes(out: Console, summary: Summary) -> None:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
     busy = steps.busy_machine(summary)
+    for text in steps.of_recording(summary):
+        paragraph(out, plain(text), "[yellow]note[/yellow] ", " " * 5)
     for text in [*warnings.of(summary), *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
@@ -303,6 +312,7 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
         (steps.PARTS["not_launched"], gpu.idle_not_launched_us),
         (steps.PARTS["launched"], gpu.idle_launched_us),
         (steps.PARTS["unknown"], gpu.idle_unknown_us),
+        (steps.PARTS["elsewhere"], gpu.idle_elsewhere_us),
     ]
     rows = sorted(((name, us / count) for name, us in rows if us), key=lambda row: -row[1])
     whole = sum(us for _, us in rows)
@@ -373,6 +383,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
             if name in (BETWEEN_OPS, NO_RECORDED_CALL) and summary.idle_python
         }
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
+        if summary.recording.mixed is not None:
+            of = " in a step, on average of all,"
         # The share is of the whole wait, whose length is in the head: it is of one step, and the row of the step above
         # is the mean of several steps.
         heads = (f"the GPU waits{of} while the launching thread is in", unit.name, f"of {unit(idle)} {unit.name}")

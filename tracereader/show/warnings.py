@@ -7,7 +7,10 @@ from tracereader.findings.finding import activities, counted, duration
 
 def of(summary: Summary) -> list[str]:
     """Return a sentence for each warning."""
-    return [_in_words(one, summary.source.has_steps) for one in summary.source.warnings]
+    found = [
+        one for one in summary.source.warnings if not (one.name == "no_gpu_records" and summary.recording.incomplete)
+    ]
+    return [_in_words(one, summary.source.has_steps) for one in found]
 
 
 def _in_words(one: TraceWarning, has_steps: bool) -> str:

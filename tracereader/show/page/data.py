@@ -92,7 +92,7 @@ def _head(summary: Summary) -> dict:
         "why": ". ".join(one.removesuffix(".") for one in sentences if one),
         "facts": facts,
         "script": summary.source.facts.script or None,
-        "warnings": warnings.of(summary),
+        "warnings": [*steps.of_recording(summary), *warnings.of(summary)],
         "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
     }
 
@@ -160,6 +160,7 @@ def _time(summary: Summary) -> dict:
                 ("not_launched", gpu.idle_not_launched_us),
                 ("launched", gpu.idle_launched_us),
                 ("unknown", gpu.idle_unknown_us),
+                ("elsewhere", gpu.idle_elsewhere_us),
             )
             if us
         ]

@@ -1,0 +1,92 @@
+"""The quality of a recording in figures: what it lacks, and what in it is not the steps' own. See trace/quality.py."""
+
+from collections import Counter
+
+import msgspec
+
+from tracereader.figures.intervals import length
+from tracereader.figures.pace import cold_spans
+from tracereader.trace import Step, Trace
+
+
+class TwoKinds(msgspec.Struct, frozen=True):
+    """Steps of two kinds: how many take longer, and the median time (µs) of these and of the others."""
+
+    longer: int
+    longer_us: float
+    others_us: float
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What a recording can decide.
+
+    launches, lost, lost_calls, left_out and incomplete: as in Quality, for launches whose GPU records are missing.
+    cold_us: the time of the typical step in calls that a warm step does not make, by kind; empty if that is hardly any.
+    The step's time does not include it. earlier_us: by how much the first step waits longer, because of GPU work from
+    before the recording; 0 without that. before_us, after_us: of a recording without steps, the time before its first
+    GPU activity and after its last one, which is no idle time; 0 otherwise. mixed: None if the steps are of one kind.
+    outlier: the name of the only step far longer than all others, which is not the first. clipped, clipped_us: GPU
+    activities that were recorded as ending after a later one of their stream, and the time taken off them.
+    """
+
+    launches: int
+    lost: int
+    lost_calls: dict[str, tuple[int, int]]
+    left_out: tuple[str, ...]
+    incomplete: bool
+    cold_us: dict[str, float]
+    earlier_us: float
+    before_us: float
+    after_us: float
+    mixed: TwoKinds | None
+    outlier: str | None
+    clipped: int
+    clipped_us: float
+
+
+def recording_of(trace: Trace, usual: Step) -> Recording:
+    """Return what a recording can decide. usual: the typical step."""
+    quality = trace.quality
+    before, after = _around(trace)
+    return Recording(
+        launches=quality.launches,
+        lost=quality.lost,
+        lost_calls=quality.lost_calls,
+        left_out=quality.without_records,
+        incomplete=quality.incomplete,
+        cold_us=_cold_us(trace, usual),
+        earlier_us=quality.earlier.ns / 1e3 if quality.earlier is not None else 0.0,
+        before_us=before / 1e3,
+        after_us=after / 1e3,
+        mixed=_two_kinds(trace),
+        outlier=next((step.name for step in trace.steps if step.start == quality.outlier), None),
+        clipped=quality.clipped,
+        clipped_us=quality.clipped_ns / 1e3,
+    )
+
+
+def _cold_us(trace: Trace, usual: Step) -> dict[str, float]:
+    """Return the typical step's cold time by kind, the longest first; the sum may exceed that of one thread."""
+    if not length(cold_spans(trace, usual)):
+        return {}
+    found = Counter()
+    for one in trace.quality.cold_in(usual):
+        found[one.what] += (one.end - one.start) / 1e3
+    return dict(found.most_common())
+
+
+def _around(trace: Trace) -> tuple[int, int]:
+    """Return the time (ns) before the first and after the last GPU activity of a recording without steps."""
+    step = trace.steps[0]
+    if trace.has_steps or not step.work or trace.quality.incomplete:
+        return 0, 0
+    return step.work[0].start - step.start, step.end - max(one.start + one.dur for one in step.work)
+
+
+def _two_kinds(trace: Trace) -> TwoKinds | None:
+    if trace.quality.mixed is None:
+        return None
+    long = trace.quality.mixed.long
+    longer = sorted(step.us for step in trace.steps if step.start in long)
+    others = sorted(step.us for step in trace.steps if step.start not in long)
+    return TwoKinds(len(longer), longer[len(longer) // 2], others[len(others) // 2])
