@@ -30,9 +30,9 @@ class GpuTime(msgspec.Struct, frozen=True):
     compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call returned:
     `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran is all
     `not_launched`, as is the time after the trace's last activity. The gap at the end of the window is cut by the
-    activity that follows the window. Of a process with several GPUs, idle time is `elsewhere` while another GPU works
-    and either the CPU waits for it or the next activity was launched. A gap between the activities of one CUDA graph is `launched`. A gap is `unknown`
-    if the next activity has no launch in the trace.
+    activity that follows the window. A gap between the activities of one CUDA graph is `launched`. A gap is `unknown`
+    if the next activity has no launch in the trace. Of a process with several GPUs, idle time is `elsewhere` while
+    another GPU works and either the CPU waits for it or the next activity was launched.
     """
 
     busy_us: float
