@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
+
 from common import compiled, device, graphed, size, use_tf32
 
 
@@ -183,7 +184,9 @@ def speech_to_text(change):
     model = transformers.WhisperForConditionalGeneration(config).to(device).eval()
     dtype = torch.bfloat16 if change == "half" else torch.float32
     model = model.to(dtype)
-    clips = torch.randn(2 if change == "clips_x2" else 1, 80, 2 * config.max_source_positions, device=device, dtype=dtype)
+    clips = torch.randn(
+        2 if change == "clips_x2" else 1, 80, 2 * config.max_source_positions, device=device, dtype=dtype
+    )
     count = size(24, 4)
 
     @torch.no_grad()
@@ -195,9 +198,7 @@ def speech_to_text(change):
         )
         written = []
         for _ in range(count):
-            out = model(
-                encoder_outputs=(heard,), decoder_input_ids=token, past_key_values=cache, use_cache=True
-            )
+            out = model(encoder_outputs=(heard,), decoder_input_ids=token, past_key_values=cache, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
             written.append(token)
             if change != "no_item" and (token == config.eos_token_id).all():
@@ -217,7 +218,8 @@ def lora_fine_tuning(change):
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).to(device)
     model = peft.get_peft_model(
-        model, peft.LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+        model,
+        peft.LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
     )
     if change != "no_checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})

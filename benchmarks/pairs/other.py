@@ -1,11 +1,14 @@
 """Programs on graphs, tables, series, games and physics."""
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import compiled, device, endless, graphed, size, use_tf32
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from common import compiled, device, endless, graphed, size, use_tf32
 
 
 def citation_network(change):
@@ -67,7 +70,9 @@ def molecules(change):
         def __init__(self, width=128):
             super().__init__()
             self.convs = nn.ModuleList(
-                GINConv(nn.Sequential(nn.Linear(before, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width)))
+                GINConv(
+                    nn.Sequential(nn.Linear(before, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width))
+                )
                 for before in (32, width, width, width)
             )
             self.out = nn.Linear(width, 1)
@@ -105,7 +110,9 @@ def click_prediction(change):
             super().__init__()
             self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(8))
             self.dense = nn.Sequential(nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU())
-            self.top = nn.Sequential(nn.Linear(width + 36, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1))
+            self.top = nn.Sequential(
+                nn.Linear(width + 36, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
+            )
             self.register_buffer("below", torch.tril_indices(9, 9, -1))
 
         def forward(self, numbers, bags):
@@ -145,7 +152,9 @@ def click_prediction(change):
 def game_player(change):
     """An actor plays 16 games on the CPU for 32 moves: observations go to the GPU, actions come back each time."""
     games, moves, seen = 16, size(32, 3), 64
-    policy = nn.Sequential(nn.Linear(seen, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 6)).to(device)
+    policy = nn.Sequential(nn.Linear(seen, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 6)).to(
+        device
+    )
     value = nn.Sequential(nn.Linear(seen, 256), nn.Tanh(), nn.Linear(256, 1)).to(device)
     random = np.random.default_rng(0)
     dynamics = random.standard_normal((seen, seen)).astype(np.float32) / 8
@@ -295,11 +304,16 @@ def normalizing_flow(change):
 
     flow = Flow().to(device)
     optimizer = torch.optim.Adam(
-        flow.parameters(), lr=1e-4, fused=change == "fused" or None, capturable=change == "graph" and device.type == "cuda"
+        flow.parameters(),
+        lr=1e-4,
+        fused=change == "fused" or None,
+        capturable=change == "graph" and device.type == "cuda",
     )
     x = torch.randn(count * (2 if change == "batch_x2" else 1), width, device=device)
     run = compiled(flow) if change == "compile" else flow
-    prior = torch.distributions.Normal(torch.zeros((), device=device), torch.ones((), device=device), validate_args=False)
+    prior = torch.distributions.Normal(
+        torch.zeros((), device=device), torch.ones((), device=device), validate_args=False
+    )
 
     def step():
         z, volume = run(x)
@@ -319,14 +333,19 @@ def neural_ode(change):
     class Field(nn.Module):
         def __init__(self):
             super().__init__()
-            self.net = nn.Sequential(nn.Linear(9, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8))
+            self.net = nn.Sequential(
+                nn.Linear(9, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8)
+            )
 
         def forward(self, t, y):
             return self.net(torch.cat([y, t.expand(len(y), 1)], -1))
 
     field = Field().to(device)
     optimizer = torch.optim.Adam(
-        field.parameters(), lr=1e-3, fused=change == "fused" or None, capturable=change == "graph" and device.type == "cuda"
+        field.parameters(),
+        lr=1e-3,
+        fused=change == "fused" or None,
+        capturable=change == "graph" and device.type == "cuda",
     )
     start, goal = torch.randn(2, count * (2 if change == "batch_x2" else 1), 8, device=device)
     run = compiled(field) if change == "compile" else field
@@ -334,7 +353,7 @@ def neural_ode(change):
 
     def step():
         y = start
-        for t, after in zip(times, times[1:], strict=False):
+        for t, after in itertools.pairwise(times):
             h = after - t
             k1 = run(t, y)
             k2 = run(t + h / 2, y + h / 2 * k1)
@@ -377,7 +396,9 @@ def series_forecast(change):
 
     data = Series()
     if change == "windows_ahead":
-        data = TensorDataset(*(torch.stack(one) for one in zip(*(data[index] for index in range(4 * count)), strict=True)))
+        data = TensorDataset(
+            *(torch.stack(one) for one in zip(*(data[index] for index in range(4 * count)), strict=True))
+        )
     loader = DataLoader(
         data, batch_size=count, shuffle=True, drop_last=True, num_workers=size(6, 1) if change == "workers" else 0,
         persistent_workers=change == "workers",
@@ -414,13 +435,13 @@ def gaussian_process(change):
             scaled.square().sum(-1)[:, None] + scaled.square().sum(-1)[None] - 2 * scaled @ scaled.T
         ).clamp(min=0)  # fmt: skip
         covariance = torch.exp(-0.5 * distance) + (F.softplus(noise) + 1e-2) * eye
-        root = torch.linalg.cholesky_ex(covariance)[0] if change == "no_check" else torch.linalg.cholesky(covariance)
+        root = torch.linalg.cholesky_ex(covariance)[0] if change == "no_sync" else torch.linalg.cholesky(covariance)
         white = torch.cholesky_solve(y[:, None], root)
         loss = (0.5 * (y[:, None] * white).sum() + root.diagonal().log().sum()) / count
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        history.append(loss.detach() if change == "no_item" else loss.item())
+        history.append(loss.detach() if change == "no_sync" else loss.item())
         return loss
 
     return step
@@ -493,7 +514,9 @@ def pair_representation(change):
             q, k, v = self.qkv(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
             bias = self.bias(x).permute(2, 0, 1)[None]
             if change == "sdpa":
-                mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.expand(len(q), -1, -1, -1)).transpose(1, 2)
+                mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.expand(len(q), -1, -1, -1)).transpose(
+                    1, 2
+                )
             else:
                 scores = torch.einsum("rhqc,rhkc->rhqk", q, k) * q.shape[-1] ** -0.5 + bias
                 mixed = torch.einsum("rhqk,rhkc->rqhc", scores.softmax(-1), v)
@@ -514,7 +537,7 @@ def pair_representation(change):
 PROGRAMS = {
     citation_network: {"no_item": "remove_sync", "fused": "fused_optimizer", "tf32": "tensor_cores",
                        "compile": "fuse_pointwise"},
-    molecules: {"workers": "data_loader", "batches_kept": "data_loader", "fused": "fused_optimizer",
+    molecules: {"workers": "data_loader", "batches_kept": "", "fused": "fused_optimizer",
                 "no_item": "remove_sync"},
     click_prediction: {"pinned": "overlap_copies", "one_copy": "one_copy", "sgd": "", "compile": "fuse_pointwise"},
     game_player: {"no_grad": "no_autograd", "unvalidated": "remove_sync", "graph": "cuda_graph",
@@ -523,9 +546,8 @@ PROGRAMS = {
     normalizing_flow: {"fused": "fused_optimizer", "graph": "cuda_graph", "compile": "fuse_pointwise",
                        "batch_x2": ("larger_batch", 2)},
     neural_ode: {"graph": "cuda_graph", "compile": "fuse_pointwise", "batch_x2": ("larger_batch", 2)},
-    series_forecast: {"workers": "data_loader", "windows_ahead": "data_loader", "fused": "fused_optimizer"},
-    gaussian_process: {"float32": "single_precision", "products": "", "no_check": "remove_sync",
-                       "no_item": "remove_sync"},
+    series_forecast: {"workers": "data_loader", "windows_ahead": "", "fused": "fused_optimizer"},
+    gaussian_process: {"float32": "single_precision", "products": "", "no_sync": "remove_sync"},
     neighbor_search: {"tf32": "tensor_cores", "half": "tensor_cores", "at_once": "larger_batch",
                       "compile": "fuse_pointwise"},
     request_server: {"graph": "cuda_graph", "compile": "cuda_graph",

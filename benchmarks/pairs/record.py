@@ -13,6 +13,7 @@ each group, so that a run may end at any time. --add takes over the results and 
 """
 
 import argparse
+import ctypes
 import gzip
 import importlib
 import json
@@ -32,7 +33,6 @@ MODULES = ("vision", "language", "other")
 LIBRARIES = ("torch", "transformers", "torchvision", "timm", "peft", "torch_geometric")
 BLOCKS, BLOCK_S = 7, 0.1  # blocks of steps, each with one synchronization at its end; a block takes about this long
 WARM, WARM_COMPILED = 5, 8
-AT_ONCE = 20  # processes that are set up side by side; a program is never split
 SAVING_S = 15  # kept at the end for compressing traces
 MOST_KB, MOST_MB = 300, 12  # a variant's trace, and all traces together; those of base are always kept
 
@@ -52,7 +52,8 @@ def main(argv=None):
     part, parts = map(int, flags.part.split("/"))
     chosen = [name for name in programs if not flags.programs or name in flags.programs.split(",")][part - 1 :: parts]
     results = _read(folder)
-    for group in _groups(chosen, programs, flags.rounds):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # all processes are ended then
+    for group in _groups(chosen, programs, flags):
         if time.monotonic() > deadline:
             _skip(results, group, programs, "no time was left")
             continue
@@ -72,7 +73,10 @@ def _flags(argv):
     parser.add_argument("--programs", default="", help="names, separated by commas (default: all)")
     parser.add_argument("--part", default="1/1", help="1/2: every second program, from the first one")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each variant (default 2)")
-    parser.add_argument("--run-seconds", type=float, default=100, help="the longest set-up or measurement of one process")
+    parser.add_argument(
+        "--run-seconds", type=float, default=100, help="the longest set-up or measurement of one process"
+    )
+    parser.add_argument("--at-once", type=int, default=20, help="processes that are set up side by side (default 20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to test the programs")
     parser.add_argument("--add", nargs="+", metavar="OTHER", help="only take over the results of these folders")
@@ -105,12 +109,12 @@ def _programs():
     return found
 
 
-def _groups(chosen, programs, rounds):
-    """Yield lists of runs (program, variant, round), program after program, about AT_ONCE runs in each list."""
+def _groups(chosen, programs, flags):
+    """Yield lists of runs (program, variant, round), at most flags.at_once in each list. A program is never split."""
     group = []
     for name in chosen:
-        runs = [(name, variant, number) for number in range(rounds) for variant in programs[name][1]]
-        if group and len(group) + len(runs) > AT_ONCE:
+        runs = [(name, variant, number) for number in range(flags.rounds) for variant in programs[name][1]]
+        if group and len(group) + len(runs) > flags.at_once:
             yield group
             group = []
         group += runs
@@ -200,6 +204,8 @@ class _Child:
 
 def _child(pipe, make, variant, trace, tiny):
     os.setsid()  # a group of its own, so that its workers can be ended with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the process that started it
     # What a library prints about itself would hide what is measured; failures are reported.
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -208,6 +214,8 @@ def _child(pipe, make, variant, trace, tiny):
         import torch
 
         torch.manual_seed(0)
+        if tiny:
+            torch.set_num_threads(1)
         began = time.perf_counter()
         step = make(variant)
         first = _value(step())
@@ -354,9 +362,9 @@ def _print(results, chosen):
     """Print each variant's step for one batch of base, what it saves, and the medians of its processes."""
     for name in chosen:
         print(f"\n{name}")
-        base = _step_us(results.get(name, {}).get("base"))
+        base = step_us(results.get(name, {}).get("base"))
         for variant, row in results.get(name, {}).items():
-            us = _step_us(row)
+            us = step_us(row)
             if us is None:
                 print(f"  {variant:16} failed: {'; '.join(row['failures'])[:90]}")
                 continue
@@ -366,7 +374,7 @@ def _print(results, chosen):
             print(f"  {variant:16} {us / 1e3:9.3f} ms {saved}  [{each}]  {row['proposal'] or '–'}  value {value:.5g}")
 
 
-def _step_us(row):
+def step_us(row):
     """Return a variant's step for one batch of base (µs): the median of its processes; None without a measurement."""
     if not row or not row["runs"]:
         return None

@@ -1,11 +1,14 @@
 """Programs that read or make images."""
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import compiled, device, endless, graphed, size, use_tf32
 from torch.utils.data import DataLoader, Dataset
+
+from common import compiled, device, endless, graphed, size, use_tf32
 
 
 def convnext_training(change):
@@ -40,10 +43,9 @@ def image_tagging(change):
     """A ViT of timm classifies images that come as uint8 from the CPU; gradients are left on."""
     import timm
 
-    model = timm.create_model("vit_small_patch16_224", num_classes=500).to(device).eval()
-    frames = torch.from_numpy(
-        np.random.default_rng(0).integers(0, 256, (size(64, 2), 224, 224, 3), dtype=np.uint8)
-    )
+    name = "vit_tiny_patch16_224" if size(0, 1) else "vit_small_patch16_224"
+    model = timm.create_model(name, num_classes=500).to(device).eval()
+    frames = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (size(64, 1), 224, 224, 3), dtype=np.uint8))
     if change == "pinned" and device.type == "cuda":
         frames = frames.pin_memory()
     mean, std = torch.tensor([0.5, 0.5, 0.5], device=device), torch.tensor([0.5, 0.5, 0.5], device=device)
@@ -82,7 +84,12 @@ def photos_from_disk(change):
 
     workers = {"workers": size(12, 1), "two_workers": size(2, 1)}.get(change, 0)
     loader = DataLoader(
-        Photos(), batch_size=size(48, 4), shuffle=True, drop_last=True, num_workers=workers, pin_memory=change == "pinned"
+        Photos(),
+        batch_size=size(48, 4),
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        pin_memory=change == "pinned",
     )
     batches = endless(loader)
     model = torchvision.models.regnet_y_400mf(num_classes=10).to(device)
@@ -114,8 +121,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(4)]
         self.inlet = DoubleConv(3, widths[0])
-        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in itertools.pairwise(widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in itertools.pairwise(widths))
         self.merge = nn.ModuleList(DoubleConv(2 * a, a) for a in widths[:-1])
         self.outlet = nn.Conv2d(width, classes, 1)
 
@@ -238,6 +245,7 @@ def wasserstein_gan(change):
 
 def digits_vae(change):
     """A small variational autoencoder of digits, as in torch's examples, with the loss read in each step."""
+
     class VAE(nn.Module):
         def __init__(self):
             super().__init__()
@@ -253,7 +261,10 @@ def digits_vae(change):
     model = VAE().to(device)
     digits = torch.rand(128 * (2 if change == "batch_x2" else 1), 1, 28, 28, device=device)
     optimizer = torch.optim.Adam(
-        model.parameters(), lr=1e-3, fused=change == "fused" or None, capturable=change == "graph" and device.type == "cuda"
+        model.parameters(),
+        lr=1e-3,
+        fused=change == "fused" or None,
+        capturable=change == "graph" and device.type == "cuda",
     )
     total = [0.0]
 
@@ -279,6 +290,7 @@ def digits_vae(change):
 
 def super_resolution(change):
     """An EDSR-like network enlarges frames, without a gradient, in fp32."""
+
     class Block(nn.Module):
         def __init__(self, width):
             super().__init__()
@@ -437,7 +449,7 @@ PROGRAMS = {
     convnext_training: {"tf32": "tensor_cores", "bf16": "tensor_cores", "fused": "fused_optimizer",
                         "channels_last": "channels_last", "compile": "fuse_pointwise"},
     image_tagging: {"bf16": "tensor_cores", "inference_mode": "no_autograd", "pinned": "overlap_copies"},
-    photos_from_disk: {"workers": "data_loader", "two_workers": "data_loader", "pinned": "overlap_copies",
+    photos_from_disk: {"workers": "data_loader", "two_workers": "", "pinned": "overlap_copies",
                        "bf16": "tensor_cores"},
     segmentation: {"no_item": "remove_sync", "bf16": "tensor_cores", "channels_last": "channels_last",
                    "compile": "fuse_pointwise"},
