@@ -4,8 +4,8 @@
 
 fitted: the pairs of docs/opportunities.py, with which the rules were written. unfitted: the programs of
 benchmarks/pairs, to which nobody fits a rule; FOLDER (benchmarks/pairs) has their results.json, and their traces beside
-it. A step is the one without the profiler where both recordings have it, otherwise the recorded one. --list prints every
-pair.
+it. A step is the one without the profiler where both recordings have it, otherwise the recorded one. --list prints
+every pair.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "benchmarks/pairs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
 import opportunities as docs  # noqa: E402
-from record import step_us  # noqa: E402
+from pairs.record import step_us  # noqa: E402
 
 from tracereader.figures import summarize  # noqa: E402
 from tracereader.findings import made, rank_changes  # noqa: E402

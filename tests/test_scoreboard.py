@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import scoreboard  # noqa: E402
-from record import main as record  # noqa: E402
+from pairs.record import main as record  # noqa: E402
 from scoreboard import Pair, scores, spearman  # noqa: E402
 
 

@@ -4,8 +4,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-
-from common import compiled, device, graphed, size, use_tf32
+from setting import compiled, device, graphed, size, use_tf32
 
 
 class CausalAttention(nn.Module):
@@ -53,7 +52,7 @@ def character_model(change):
     if change == "tf32":
         use_tf32()
     length = size(256, 16)
-    model = CharacterModel(65, size(384, 32), size(6, 2), size(6, 2), length, fused=change == "sdpa").to(device)
+    model = CharacterModel(65, size(384, 32), size(4, 2), size(6, 2), length, fused=change == "sdpa").to(device)
     decay = [one for one in model.parameters() if one.dim() > 1]
     other = [one for one in model.parameters() if one.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -92,7 +91,7 @@ def checkpointed_llama(change):
         use_tf32()
     config = transformers.LlamaConfig(
         vocab_size=size(8192, 128), hidden_size=size(768, 32), intermediate_size=size(2048, 64),
-        num_hidden_layers=size(6, 2), num_attention_heads=size(12, 4), num_key_value_heads=size(4, 2), use_cache=False,
+        num_hidden_layers=size(4, 2), num_attention_heads=size(12, 4), num_key_value_heads=size(4, 2), use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device)
     if change != "no_checkpointing":
@@ -120,7 +119,7 @@ def review_classifier(change):
     if change == "tf32":
         use_tf32()
     config = transformers.DistilBertConfig(
-        vocab_size=size(30522, 128), dim=size(768, 32), hidden_dim=size(3072, 64), n_layers=size(6, 2),
+        vocab_size=size(30522, 128), dim=size(768, 32), hidden_dim=size(3072, 64), n_layers=size(4, 2),
         n_heads=size(12, 4), num_labels=2,
     )  # fmt: skip
     model = transformers.DistilBertForSequenceClassification(config).to(device).train()
@@ -150,7 +149,7 @@ def sentence_embeddings(change):
     """A small MPNet embeds padded sentences: the mean of the last layer, normalized, as numpy arrays."""
     config = transformers.MPNetConfig(
         vocab_size=size(30527, 128), hidden_size=size(384, 32), intermediate_size=size(1536, 64),
-        num_hidden_layers=size(6, 2), num_attention_heads=size(12, 4),
+        num_hidden_layers=size(4, 2), num_attention_heads=size(12, 4),
     )  # fmt: skip
     model = transformers.MPNetModel(config, add_pooling_layer=False).to(device).eval()
     if change == "half":
@@ -193,9 +192,7 @@ def speech_to_text(change):
     def write():
         heard = model.model.encoder(clips).last_hidden_state
         token = torch.full((len(clips), 1), config.decoder_start_token_id, device=device)
-        cache = transformers.EncoderDecoderCache(
-            transformers.DynamicCache(config=config), transformers.DynamicCache(config=config)
-        )
+        cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
         written = []
         for _ in range(count):
             out = model(encoder_outputs=(heard,), decoder_input_ids=token, past_key_values=cache, use_cache=True)
@@ -214,7 +211,7 @@ def lora_fine_tuning(change):
 
     config = transformers.Qwen2Config(
         vocab_size=size(8192, 128), hidden_size=size(896, 32), intermediate_size=size(2432, 64),
-        num_hidden_layers=size(6, 2), num_attention_heads=size(14, 4), num_key_value_heads=2, use_cache=False,
+        num_hidden_layers=size(4, 2), num_attention_heads=size(14, 4), num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).to(device)
     model = peft.get_peft_model(
@@ -414,7 +411,7 @@ def disentangled_attention(change):
         use_tf32()
     config = transformers.DebertaV2Config(
         vocab_size=size(16_000, 100), hidden_size=size(384, 32), intermediate_size=size(1536, 64),
-        num_hidden_layers=size(6, 1), num_attention_heads=size(6, 2), relative_attention=True, position_buckets=64,
+        num_hidden_layers=size(3, 1), num_attention_heads=size(6, 2), relative_attention=True, position_buckets=64,
         pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", share_att_key=True,
     )  # fmt: skip
     model = transformers.DebertaV2ForSequenceClassification(config).to(device).train()

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from setting import compiled, device, endless, graphed, size, use_tf32
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-
-from common import compiled, device, endless, graphed, size, use_tf32
 
 
 def citation_network(change):
@@ -542,7 +541,7 @@ PROGRAMS = {
     click_prediction: {"pinned": "overlap_copies", "one_copy": "one_copy", "sgd": "", "compile": "fuse_pointwise"},
     game_player: {"no_grad": "no_autograd", "unvalidated": "remove_sync", "graph": "cuda_graph",
                   "compile": "fuse_pointwise"},
-    soft_actor_critic: {"buffer_on_gpu": "cpu_tensors", "fused": "fused_optimizer", "no_item": "remove_sync"},
+    soft_actor_critic: {"buffer_on_gpu": "python", "fused": "fused_optimizer", "no_item": "remove_sync"},
     normalizing_flow: {"fused": "fused_optimizer", "graph": "cuda_graph", "compile": "fuse_pointwise",
                        "batch_x2": ("larger_batch", 2)},
     neural_ode: {"graph": "cuda_graph", "compile": "fuse_pointwise", "batch_x2": ("larger_batch", 2)},

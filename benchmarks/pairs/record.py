@@ -74,7 +74,7 @@ def _flags(argv):
     parser.add_argument("--part", default="1/1", help="1/2: every second program, from the first one")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each variant (default 2)")
     parser.add_argument(
-        "--run-seconds", type=float, default=100, help="the longest set-up or measurement of one process"
+        "--run-seconds", type=float, default=80, help="the longest set-up or measurement of one process"
     )
     parser.add_argument("--at-once", type=int, default=20, help="processes that are set up side by side (default 20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -183,17 +183,12 @@ class _Child:
         self.end()
 
     def end(self):
-        """End the process and those that it started."""
-        if self.failure is None:
-            self.process.join(10)
-        if self.process.is_alive():
-            for pid_of, kill in ((self.process.pid, os.killpg), (self.process.pid, os.kill)):
-                try:
-                    kill(pid_of, signal.SIGKILL)
-                    break
-                except ProcessLookupError:
-                    continue
-            self.process.join(10)
+        """End the process and those that it started. What it had to say and to write is here already."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it is gone, or has not made its group yet
+            self.process.kill()
+        self.process.join(10)
 
     def told(self):
         name, variant, number = self.run
@@ -222,6 +217,8 @@ def _child(pipe, make, variant, trace, tiny):
         for _ in range((2 if tiny else WARM_COMPILED if "compile" in variant else WARM) - 1):
             last = _value(step())
         _wait()
+        if os.environ["PAIRS_DEVICE"] == "cuda":
+            torch.cuda.empty_cache()  # other processes are set up meanwhile; the memory is taken again before timing
         pipe.send({"first": first, "last": last, "setup_s": round(time.perf_counter() - began, 1)})
         assert pipe.recv() == "measure"
         measured = _measured(step, tiny)
@@ -241,8 +238,8 @@ def _child(pipe, make, variant, trace, tiny):
 
 
 def _value(result):
-    """Return one number for a step's result, by which one sees that variants compute the same."""
-    return float(result.detach().double().mean())
+    """Return the root mean square of a step's result, by which one sees that variants compute the same."""
+    return float(result.detach().double().square().mean().sqrt())
 
 
 def _wait():
@@ -265,7 +262,7 @@ def _measured(step, tiny):
     """Return the median of several blocks' mean steps (µs), the shortest and longest one, and the number of steps."""
     for _ in range(1 if tiny else 3):  # the process slept
         step()
-    count = 1 if tiny else max(4, min(200, round(BLOCK_S * 1e6 / _timed(step, 2))))
+    count = 1 if tiny else max(2, min(200, round(BLOCK_S * 1e6 / _timed(step, 2))))
     blocks = [_timed(step, count) for _ in range(2 if tiny else BLOCKS)]
     return {
         "median_us": round(statistics.median(blocks), 2), "lowest_us": round(min(blocks), 2),

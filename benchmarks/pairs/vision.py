@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from setting import compiled, device, endless, graphed, size, use_tf32
 from torch.utils.data import DataLoader, Dataset
-
-from common import compiled, device, endless, graphed, size, use_tf32
 
 
 def convnext_training(change):
@@ -18,14 +17,12 @@ def convnext_training(change):
     if change == "tf32":
         use_tf32()
     model = timm.create_model("convnextv2_atto", num_classes=100, drop_path_rate=0.1).to(device)
-    images = torch.randn(size(64, 2), 3, size(224, 64), size(224, 64), device=device)
+    images = torch.randn(size(32, 2), 3, size(224, 64), size(224, 64), device=device)
     labels = torch.randint(0, 100, (len(images),), device=device)
     if change == "channels_last":
         model, images = (one.to(memory_format=torch.channels_last) for one in (model, images))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.05, fused=change == "fused" or None)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    if change == "compile":
-        model = compiled(model)
 
     def step():
         optimizer.zero_grad()
@@ -355,14 +352,14 @@ class DiT(nn.Module):
 
 def diffusion_transformer(change):
     """A DiT learns to denoise latents; an average of its weights follows in a Python loop."""
-    width, depth = size(384, 32), size(8, 2)
+    width, depth = size(384, 32), size(6, 2)
     if change == "tf32":
         use_tf32()
     model = DiT(width, depth, size(6, 2)).to(device)
     average = DiT(width, depth, size(6, 2)).to(device).requires_grad_(False)
     average.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0, fused=change == "fused" or None)
-    latents = torch.randn(size(64, 2), 4, 32, 32, device=device)
+    latents = torch.randn(size(32, 2), 4, 32, 32, device=device)
     labels = torch.randint(0, 1000, (len(latents),), device=device)
     run = compiled(model) if change == "compile" else model
 
@@ -447,7 +444,7 @@ def video_scoring(change):
 
 PROGRAMS = {
     convnext_training: {"tf32": "tensor_cores", "bf16": "tensor_cores", "fused": "fused_optimizer",
-                        "channels_last": "channels_last", "compile": "fuse_pointwise"},
+                        "channels_last": "channels_last"},
     image_tagging: {"bf16": "tensor_cores", "inference_mode": "no_autograd", "pinned": "overlap_copies"},
     photos_from_disk: {"workers": "data_loader", "two_workers": "", "pinned": "overlap_copies",
                        "bf16": "tensor_cores"},
