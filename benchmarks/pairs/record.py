@@ -234,12 +234,17 @@ def _child(pipe, make, variant, trace, tiny):
         pipe.send({})
     except BaseException as error:
         lines = traceback.format_exception_only(error)
-        pipe.send({"failure": " ".join("".join(lines).split())[:400]})
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        pipe.send({"failure": f"{' '.join(''.join(lines).split())[:400]} ({where})"})
 
 
 def _value(result):
-    """Return the root mean square of a step's result, by which one sees that variants compute the same."""
-    return float(result.detach().double().square().mean().sqrt())
+    """Return a loss, or a weighted sum of a result's first numbers, by which one sees that variants compute the same."""
+    import torch
+
+    some = result.detach().flatten()[:4096].double().cpu()
+    return float((some * torch.arange(len(some)).cos()).sum())
 
 
 def _wait():
