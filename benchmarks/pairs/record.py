@@ -240,7 +240,7 @@ def _child(pipe, make, variant, trace, tiny):
 
 
 def _value(result):
-    """Return a loss, or a weighted sum of a result's first numbers, by which one sees that variants compute the same."""
+    """Return a loss, or a weighted sum of a result's first numbers, to see that variants compute the same."""
     import torch
 
     some = result.detach().flatten()[:4096].double().cpu()
