@@ -1,0 +1,387 @@
+"""Record programs before and after single changes: their step without the profiler, and a trace of three steps.
+
+Usage: record.py FOLDER [--seconds S] [--programs A,B] [--part 1/2] [--rounds 2] [--device cuda] [--tiny]
+       record.py FOLDER --add OTHER ...
+
+Nobody fits a rule of read-trace to these pairs: benchmarks/scoreboard.py shows how well the rules predict programs that
+they were not written for. The programs are in vision.py, language.py and other.py.
+
+Each variant of a program runs in processes of its own, one in each round: base, change 1, change 2, base, change 1, ...
+The processes of one group of programs are set up side by side, and wait. Then one after the other measures its step
+while all others sleep, and the first process of each variant records three steps. FOLDER/results.json is written after
+each group, so that a run may end at any time. --add takes over the results and traces of other folders.
+"""
+
+import argparse
+import ctypes
+import gzip
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MODULES = ("vision", "language", "other")
+LIBRARIES = ("torch", "transformers", "torchvision", "timm", "peft", "torch_geometric")
+BLOCKS, BLOCK_S = 7, 0.1  # blocks of steps, each with one synchronization at its end; a block takes about this long
+WARM, WARM_COMPILED = 5, 8
+SAVING_S = 15  # kept at the end for compressing traces
+MOST_KB, MOST_MB = 300, 12  # a variant's trace, and all traces together; those of base are always kept
+
+
+def main(argv=None):
+    flags = _flags(argv)
+    folder = Path(flags.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if flags.add:
+        return _add(folder, flags.add)
+    deadline = time.monotonic() + flags.seconds - SAVING_S
+    _prepare(flags, folder)
+    programs = _programs()
+    unknown = set(flags.programs.split(",")) - {*programs, ""}
+    if unknown:
+        sys.exit(f"record.py: no such program: {', '.join(sorted(unknown))}")
+    part, parts = map(int, flags.part.split("/"))
+    chosen = [name for name in programs if not flags.programs or name in flags.programs.split(",")][part - 1 :: parts]
+    results = _read(folder)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # all processes are ended then
+    for group in _groups(chosen, programs, flags):
+        if time.monotonic() > deadline:
+            _skip(results, group, programs, "no time was left")
+            continue
+        try:
+            _run_group(group, programs, flags, folder, deadline, results)
+        finally:
+            _write(folder, results)
+    _compress(folder)
+    _print(results, chosen)
+    return 0
+
+
+def _flags(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder")
+    parser.add_argument("--seconds", type=float, default=540, help="end within this time (default 540)")
+    parser.add_argument("--programs", default="", help="names, separated by commas (default: all)")
+    parser.add_argument("--part", default="1/1", help="1/2: every second program, from the first one")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each variant (default 2)")
+    parser.add_argument(
+        "--run-seconds", type=float, default=80, help="the longest set-up or measurement of one process"
+    )
+    parser.add_argument("--at-once", type=int, default=20, help="processes that are set up side by side (default 20)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models and few steps, to test the programs")
+    parser.add_argument("--add", nargs="+", metavar="OTHER", help="only take over the results of these folders")
+    return parser.parse_args(argv)
+
+
+def _prepare(flags, folder):
+    """Set the environment of all processes, and import what they need before they are forked."""
+    os.environ["PAIRS_DEVICE"], os.environ["PAIRS_TINY"] = flags.device, "1" if flags.tiny else "0"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not start CUDA before a fork
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if flags.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.path.insert(0, str(HERE))
+    for name in LIBRARIES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"{name} is missing, so programs that need it fail: {error}", file=sys.stderr)
+
+
+def _programs():
+    """Return the programs by name: the function, and by variant the id of its proposal and the batches it serves."""
+    found = {}
+    for module in MODULES:
+        for make, changes in importlib.import_module(module).PROGRAMS.items():
+            rows = {name: (one, 1) if isinstance(one, str) else one for name, one in changes.items()}
+            found[make.__name__] = (make, {"base": ("", 1), **rows})
+    return found
+
+
+def _groups(chosen, programs, flags):
+    """Yield lists of runs (program, variant, round), at most flags.at_once in each list. A program is never split."""
+    group = []
+    for name in chosen:
+        runs = [(name, variant, number) for number in range(flags.rounds) for variant in programs[name][1]]
+        if group and len(group) + len(runs) > flags.at_once:
+            yield group
+            group = []
+        group += runs
+    if group:
+        yield group
+
+
+def _run_group(group, programs, flags, folder, deadline, results):
+    """Set up all runs of a group side by side, measure them one by one, and let them write their traces together."""
+    children = [_Child(run, programs, flags, folder) for run in group]
+    try:
+        until = min(time.monotonic() + flags.run_seconds, deadline)
+        for child in children:
+            child.hear(until)  # set up
+        for child in children:
+            if child.failure is None:
+                if time.monotonic() > deadline:
+                    child.fail("no time was left")
+                    continue
+                child.pipe.send("measure")
+                child.hear(time.monotonic() + flags.run_seconds)
+        for child in children:
+            if child.failure is None:
+                child.pipe.send("export")
+        for child in children:
+            if child.failure is None:
+                child.hear(time.monotonic() + flags.run_seconds)
+    finally:
+        for child in children:
+            child.end()
+    for child in children:
+        _keep(results, child, programs)
+        print(child.told(), flush=True)
+
+
+class _Child:
+    """A process that runs one variant of a program, and what it reported."""
+
+    def __init__(self, run, programs, flags, folder):
+        self.run, self.found, self.failure = run, {}, None
+        self.pipe, theirs = multiprocessing.get_context("fork").Pipe()
+        name, variant, number = run
+        trace = folder / name / f"{variant}.json" if number == 0 else None
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_child, args=(theirs, programs[name][0], variant, trace, flags.tiny)
+        )
+        self.process.start()
+        theirs.close()
+
+    def hear(self, until):
+        """Wait for the next report, at most until that time. A process that does not report in time is ended."""
+        if self.failure is not None:
+            return
+        try:
+            if not self.pipe.poll(max(0.0, until - time.monotonic())):
+                return self.fail("it took too long")
+            told = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            return self.fail(f"the process ended (exit status {self.process.exitcode})")
+        self.failure = told.pop("failure", None)
+        self.found |= told
+
+    def fail(self, why):
+        self.failure = why
+        self.end()
+
+    def end(self):
+        """End the process and those that it started. What it had to say and to write is here already."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it is gone, or has not made its group yet
+            self.process.kill()
+        self.process.join(10)
+
+    def told(self):
+        name, variant, number = self.run
+        if self.failure is not None:
+            return f"{name} {variant} {number + 1}: failed: {self.failure}"
+        return f"{name} {variant} {number + 1}: {self.found['median_us'] / 1e3:,.3f} ms"
+
+
+def _child(pipe, make, variant, trace, tiny):
+    os.setsid()  # a group of its own, so that its workers can be ended with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the process that started it
+    # What a library prints about itself would hide what is measured; failures are reported.
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    try:
+        import torch
+
+        torch.manual_seed(0)
+        if tiny:
+            torch.set_num_threads(1)
+        began = time.perf_counter()
+        step = make(variant)
+        first = _value(step())
+        for _ in range((2 if tiny else WARM_COMPILED if "compile" in variant else WARM) - 1):
+            last = _value(step())
+        _wait()
+        if os.environ["PAIRS_DEVICE"] == "cuda":
+            torch.cuda.empty_cache()  # other processes are set up meanwhile; the memory is taken again before timing
+        pipe.send({"first": first, "last": last, "setup_s": round(time.perf_counter() - began, 1)})
+        assert pipe.recv() == "measure"
+        measured = _measured(step, tiny)
+        recorded = _recorded(step, measured["median_us"]) if trace else None
+        cuda = torch.cuda.is_available() and os.environ["PAIRS_DEVICE"] == "cuda"
+        measured["device"] = torch.cuda.get_device_name() if cuda else "CPU"
+        measured["torch"] = torch.__version__
+        pipe.send(measured)
+        assert pipe.recv() == "export"
+        if recorded:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(trace))
+        pipe.send({})
+    except BaseException as error:
+        lines = traceback.format_exception_only(error)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        pipe.send({"failure": f"{' '.join(''.join(lines).split())[:400]} ({where})"})
+
+
+def _value(result):
+    """Return a loss, or a weighted sum of a result's first numbers, to see that variants compute the same."""
+    import torch
+
+    some = result.detach().flatten()[:4096].double().cpu()
+    return float((some * torch.arange(len(some)).cos()).sum())
+
+
+def _wait():
+    import torch
+
+    if os.environ["PAIRS_DEVICE"] == "cuda":
+        torch.cuda.synchronize()
+
+
+def _timed(step, count):
+    _wait()
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait()
+    return (time.perf_counter() - begin) / count * 1e6
+
+
+def _measured(step, tiny):
+    """Return the median of several blocks' mean steps (µs), the shortest and longest one, and the number of steps."""
+    for _ in range(1 if tiny else 3):  # the process slept
+        step()
+    count = 1 if tiny else max(2, min(200, round(BLOCK_S * 1e6 / _timed(step, 2))))
+    blocks = [_timed(step, count) for _ in range(2 if tiny else BLOCKS)]
+    return {
+        "median_us": round(statistics.median(blocks), 2), "lowest_us": round(min(blocks), 2),
+        "highest_us": round(max(blocks), 2), "steps": count * len(blocks),
+    }  # fmt: skip
+
+
+def _recorded(step, us):
+    """Return a profiler that recorded three steps as the usual recipe does."""
+    from torch.profiler import profile, schedule
+
+    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), record_shapes=True)
+    if hasattr(profiler, "preset_metadata_json"):
+        profiler.preset_metadata_json("unprofiled_step_us", json.dumps(us))
+    with profiler:
+        for _ in range(5):
+            step()
+            profiler.step()
+    _wait()
+    return profiler
+
+
+def _read(folder):
+    """Return the results that a folder has: by program and variant."""
+    file = folder / "results.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _write(folder, results):
+    file = folder / "results.json"
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(file)
+
+
+def _row(results, name, variant, programs):
+    proposal, served = programs[name][1][variant]
+    empty = {"proposal": proposal, "served": served, "runs": [], "failures": []}
+    return results.setdefault(name, {}).setdefault(variant, empty)
+
+
+def _keep(results, child, programs):
+    """Add a run to the results. The first round replaces what the folder had of this variant."""
+    name, variant, number = child.run
+    if number == 0:
+        results.get(name, {}).pop(variant, None)
+    row = _row(results, name, variant, programs)
+    if child.failure is not None:
+        row["failures"].append(child.failure)
+        return
+    row["runs"].append(child.found)
+
+
+def _skip(results, group, programs, why):
+    for name, variant, _ in group:
+        row = _row(results, name, variant, programs)
+        if not row["runs"] and why not in row["failures"]:
+            row["failures"].append(why)
+
+
+def _compress(folder):
+    """Compress the traces, and drop the largest ones of changed variants if they are larger than agreed."""
+
+    def squeeze(path):
+        small = path.with_suffix(".json.gz")
+        small.write_bytes(gzip.compress(path.read_bytes(), 9, mtime=0))
+        path.unlink()
+
+    plain = [path for path in folder.glob("*/*.json")]
+    with ThreadPoolExecutor(8) as pool:  # zlib lets other threads run
+        list(pool.map(squeeze, plain))
+    total = 0
+    for path in sorted(folder.glob("*/*.json.gz"), key=lambda one: (one.name != "base.json.gz", one.stat().st_size)):
+        size = path.stat().st_size
+        if path.name != "base.json.gz" and (size > MOST_KB * 1000 or total + size > MOST_MB * 1e6):
+            path.unlink()
+        else:
+            total += size
+    print(f"traces: {total / 1e6:.1f} MB", flush=True)
+
+
+def _add(folder, others):
+    results = _read(folder)
+    for other in map(Path, others):
+        results |= _read(other)
+        for path in other.glob("*/*.json.gz"):
+            (folder / path.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.parent.name / path.name)
+    _write(folder, results)
+    return 0
+
+
+def _print(results, chosen):
+    """Print each variant's step for one batch of base, what it saves, and the medians of its processes."""
+    for name in chosen:
+        print(f"\n{name}")
+        base = step_us(results.get(name, {}).get("base"))
+        for variant, row in results.get(name, {}).items():
+            us = step_us(row)
+            if us is None:
+                print(f"  {variant:16} failed: {'; '.join(row['failures'])[:90]}")
+                continue
+            saved = f"{1 - us / base:6.1%}" if base else "     –"
+            each = " ".join(f"{run['median_us'] / row['served'] / 1e3:.3f}" for run in row["runs"])
+            value = row["runs"][0]["last"]
+            print(f"  {variant:16} {us / 1e3:9.3f} ms {saved}  [{each}]  {row['proposal'] or '–'}  value {value:.5g}")
+
+
+def step_us(row):
+    """Return a variant's step for one batch of base (µs): the median of its processes; None without a measurement."""
+    if not row or not row["runs"]:
+        return None
+    return statistics.median(run["median_us"] for run in row["runs"]) / row["served"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

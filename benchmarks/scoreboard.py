@@ -1,0 +1,259 @@
+"""How well the reports' predictions agree with what was measured after a change, over all recorded pairs.
+
+    uv run python benchmarks/scoreboard.py [--json] [--list] [--pairs FOLDER]
+
+fitted: the pairs of docs/opportunities.py, with which the rules were written. unfitted: the programs of
+benchmarks/pairs, to which nobody fits a rule; FOLDER (benchmarks/pairs) has their results.json, and their traces beside
+it. A step is the one without the profiler where both recordings have it, otherwise the recorded one. --list prints
+every pair.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "benchmarks")]
+
+import opportunities as docs  # noqa: E402
+from pairs.record import step_us  # noqa: E402
+
+from tracereader.figures import summarize  # noqa: E402
+from tracereader.findings import made, rank_changes  # noqa: E402
+from tracereader.findings.opportunities import opportunities  # noqa: E402
+from tracereader.replay import Refused  # noqa: E402
+from tracereader.show.ranks import opened  # noqa: E402
+from tracereader.show.view import View  # noqa: E402
+from tracereader.trace import read  # noqa: E402
+from tracereader.trace.document import DEFAULT_LIMIT  # noqa: E402
+
+WITHIN = 0.3  # of the measured step
+PROMISED, KEPT = 0.05, 0.02  # a promised saving of the step, and what is less than nothing worth mentioning
+POINTS = 0.1
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """A change that was made and measured.
+
+    before, after: the names of the two recordings. change: the id of the proposal that it follows; empty if no proposal
+    stands for it, or if the comparison does not decide which one. rank: its place among the proposals, from 1; None if
+    the report does not propose it. best_rank: the same among the proposals that were measured. predicted_us: the step
+    that the report predicts. predicted_from_us, measured_from_us: the step before the change in the report and as
+    measured. measured_us: the step after it. low, high: the printed range of the saved share; None if one number is
+    printed.
+    """
+
+    before: str
+    after: str
+    change: str
+    measured_from_us: float
+    measured_us: float
+    rank: int | None = None
+    best_rank: int | None = None
+    predicted_from_us: float | None = None
+    predicted_us: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_predicted(self) -> bool:
+        return self.predicted_us is not None
+
+    @property
+    def ratio(self) -> float:
+        """Return the predicted step divided by the measured one."""
+        return self.predicted_us / self.measured_us
+
+    @property
+    def promised(self) -> float:
+        """Return the share of the step that the report says is saved: the middle of a range; 0 without a proposal."""
+        if self.low is not None:
+            return (self.low + self.high) / 2
+        return 1 - self.predicted_us / self.predicted_from_us if self.is_predicted else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Return the measured saving's share of the step."""
+        return 1 - self.measured_us / self.measured_from_us
+
+    @property
+    def as_printed(self) -> bool:
+        """Return whether the measured saving lies in the printed range, or within POINTS of the printed number."""
+        if self.low is not None:
+            return self.low <= self.saved <= self.high
+        return abs(self.promised - self.saved) <= POINTS
+
+
+def scores(pairs: Sequence[Pair]) -> dict[str, float | int | None]:
+    """Return the figures over some pairs. A share or a median over nothing is None."""
+    proposed = [one for one in pairs if one.is_predicted]
+    promised = [one for one in proposed if one.promised >= PROMISED]
+    found = [one for one in pairs if one.change and one.saved >= PROMISED]
+    best = _best(pairs)
+    return {
+        "pairs": len(pairs),
+        "predicted": len(proposed),
+        "within_30_percent": sum(abs(one.ratio - 1) <= WITHIN for one in proposed),
+        "median_error": _median(abs(one.ratio - 1) for one in proposed),
+        "rank_correlation": spearman([one.promised for one in proposed], [one.saved for one in proposed]),
+        "as_printed": sum(one.as_printed for one in proposed),
+        "promises": len(promised),
+        "promises_not_kept": sum(one.saved < KEPT for one in promised),
+        "savings_with_a_proposal_id": len(found),
+        "savings_not_proposed": sum(not one.is_predicted for one in found),
+        "recordings_with_several_changes": len(best),
+        "best_is_first": sum(one.rank == 1 for one in best),
+        "best_is_first_of_measured": sum(one.best_rank == 1 for one in best),
+    }
+
+
+def _best(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the best measured change of each recording before several changes, if it saves PROMISED or more."""
+    of_one = defaultdict(list)
+    for one in pairs:
+        if one.change:
+            of_one[one.before].append(one)
+    best = [max(some, key=lambda one: one.saved) for some in of_one.values() if len({x.change for x in some}) > 1]
+    return [one for one in best if one.saved >= PROMISED]
+
+
+def _median(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return statistics.median(values) if values else None
+
+
+def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Return Spearman's rank correlation; equal values share their mean rank. None if it is not defined."""
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return None
+    return statistics.correlation(_ranks(xs), _ranks(ys))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    places = defaultdict(list)
+    for place, value in enumerate(sorted(values)):
+        places[value].append(place)
+    return [statistics.mean(places[value]) for value in values]
+
+
+def _ranked(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs of one recording with their places among the proposals that were measured."""
+    measured = sorted({one.rank for one in pairs if one.rank})
+    return [msgspec.structs.replace(one, best_rank=measured.index(one.rank) + 1 if one.rank else None) for one in pairs]
+
+
+def _pair(before: str, after: str, change: str, steps: tuple[float, float], proposed: Sequence, one: object) -> Pair:
+    """Return a pair. steps: measured before and after, µs. one: the proposal of `proposed` that it follows, or None."""
+    if one is None:
+        return Pair(before, after, change, *steps)
+    low, high = one.estimated_savings or (None, None)
+    us = one.times_us
+    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, *us, low, high)
+
+
+def fitted() -> list[Pair]:
+    """Return the pairs of docs/opportunities.py: those of one process, and those of several ranks."""
+    of_one = defaultdict(list)
+    for before, after in docs.PAIRS + docs.CPU_ONLY_PAIRS:
+        (side, proposed), (now, _) = docs._run(before), docs._run(after)
+        found = made.checked(side, proposed, now)
+        one = found.proposals[0] if found and len(found.proposals) == 1 else None
+        steps = [(side.summary.unprofiled_step_us, now.summary.unprofiled_step_us)]
+        if not all(steps[0]):
+            steps = [(side.summary.recorded_step_us, now.summary.recorded_step_us)]
+            one = one and msgspec.structs.replace(one, unprofiled_step_us=None, unprofiled_step_us_after=None)
+        kept = [x if one is None or x.change != one.change else one for x in proposed]
+        change = one.change if one else ""
+        of_one[before].append(_pair(docs.shown(before), docs.shown(after), change, steps[0], kept, one))
+    for before, change, after in docs.RANK_PAIRS:
+        summary, _ = opened(docs._traces(before), View())
+        proposed = list(rank_changes.opportunities(summary, DEFAULT_LIMIT))
+        one = next((one for one in proposed if one.change == change), None)
+        steps = docs._slowest_us(before), docs._slowest_us(after)
+        of_one[before].append(_pair(docs._ranks_in(before), docs._ranks_in(after), change, steps, proposed, one))
+    return [one for some in of_one.values() for one in _ranked(some)]
+
+
+def unfitted(folder: Path) -> list[Pair]:
+    """Return the pairs of a folder that benchmarks/pairs/record.py wrote. Variants that failed are left out."""
+    file, pairs = folder / "results.json", []
+    if not file.exists():
+        return pairs
+    for program, variants in json.loads(file.read_text()).items():
+        trace, base = folder / program / "base.json.gz", step_us(variants.get("base"))
+        if base is None or not trace.exists():
+            continue
+        document = read(trace)
+        proposed = opportunities(document, summarize(document))
+        proposed = [] if isinstance(proposed, Refused) else list(proposed)
+        some = []
+        for variant, row in variants.items():
+            us = step_us(row)
+            if variant == "base" or us is None:
+                continue
+            one = next((x for x in proposed if x.change == row["proposal"] and _is_meant(x, variant, variants)), None)
+            name = f"{program}/{variant}"
+            some.append(_pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one))
+        pairs += _ranked(some)
+    return pairs
+
+
+def _is_meant(one: object, variant: str, variants: Iterable[str]) -> bool:
+    """Return whether a proposal means a variant with its id: TF32 and bf16 have one id, and different titles."""
+    if one.change != "tensor_cores" or "tf32" not in variants:
+        return True
+    return ("TF32" in one.title) == (variant == "tf32")
+
+
+ROWS = (
+    ("measured pairs", "{pairs}"),
+    ("with a prediction of this change", "{predicted}"),
+    ("predicted step within 30% of the measured one", "{within_30_percent} of {predicted}"),
+    ("median error of the predicted step", "{median_error:.0%}"),
+    ("rank correlation of predicted and measured savings", "{rank_correlation:.2f}"),
+    ("measured saving in the printed range or within 10 points", "{as_printed} of {predicted}"),
+    ("promised 5% or more, measured less than 2%", "{promises_not_kept} of {promises}"),
+    ("measured 5% or more with a known change, not proposed", "{savings_not_proposed} of {savings_with_a_proposal_id}"),
+    ("best measured change is the first proposal", "{best_is_first} of {recordings_with_several_changes}"),
+    ("it is the first of the measured proposals", "{best_is_first_of_measured} of {recordings_with_several_changes}"),
+)
+
+
+def _cell(template: str, found: dict) -> str:
+    return "–" if any(found[name] is None for name in found if f"{{{name}" in template) else template.format(**found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--list", action="store_true", help="print every pair, too")
+    parser.add_argument("--pairs", type=Path, default=ROOT / "benchmarks/pairs", help="where results.json is")
+    flags = parser.parse_args(argv)
+    sets = {"fitted": fitted(), "unfitted": unfitted(flags.pairs)}
+    found = {name: scores(pairs) for name, pairs in sets.items()}
+    if flags.json:
+        more = {"all_pairs": {name: msgspec.to_builtins(pairs) for name, pairs in sets.items()}} if flags.list else {}
+        print(json.dumps(found | more, indent=1))
+        return 0
+    wide = max(len(title) for title, _ in ROWS)
+    print(f"{'':{wide}}  {'fitted':>10}  {'unfitted':>10}")
+    for title, template in ROWS:
+        print(f"{title:{wide}}  {_cell(template, found['fitted']):>10}  {_cell(template, found['unfitted']):>10}")
+    for name, pairs in sets.items() if flags.list else ():
+        print(f"\n{name}: step before and after, measured; saved, measured and promised; place among the proposals")
+        for one in pairs:
+            promised = f"{one.promised:7.1%}" if one.is_predicted else "      –"
+            steps = f"{one.measured_from_us / 1e3:10.3f} {one.measured_us / 1e3:10.3f} ms"
+            place = f"{one.rank or '–':>3}  {one.change or '–':16}"
+            print(f"{steps} {one.saved:7.1%} {promised} {place} {one.before} → {one.after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The figures of benchmarks/scoreboard.py, on pairs whose figures are known, and what record.py keeps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import scoreboard  # noqa: E402
+from pairs.record import main as record  # noqa: E402
+from scoreboard import Pair, scores, spearman  # noqa: E402
+
+
+def pair(
+    saved: float, promised: float | None, rank: int | None = 1, before: str = "a", change: str = "x", **more
+) -> Pair:
+    """Return a pair whose step of 100 µs becomes shorter by these shares."""
+    predicted = {} if promised is None else {"predicted_from_us": 100.0, "predicted_us": 100.0 * (1 - promised)}
+    return Pair(
+        before, "b", change, 100.0, 100.0 * (1 - saved), None if promised is None else rank, **predicted, **more
+    )
+
+
+def test_spearman_is_the_correlation_of_ranks_and_equal_values_share_one():
+    assert spearman([1, 2, 3], [10, 400, 500]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as scipy.stats.spearmanr
+    assert spearman([1, 1], [1, 2]) is None
+    assert spearman([], []) is None
+
+
+def test_only_predicted_steps_count_as_near_and_the_error_is_of_the_measured_step():
+    found = scores([pair(0.5, 0.36), pair(0.5, 0.34), pair(0.5, None)])
+    assert (found["pairs"], found["predicted"], found["within_30_percent"]) == (3, 2, 1)  # 64 and 66 instead of 50
+    assert found["median_error"] == pytest.approx(0.30)
+
+
+def test_a_promise_is_5_percent_or_more_and_is_not_kept_below_2():
+    found = scores([pair(0.0, 0.3), pair(0.019, 0.06), pair(0.021, 0.06), pair(-0.1, 0.04)])
+    assert (found["promises"], found["promises_not_kept"]) == (3, 2)
+
+
+def test_a_saving_is_as_printed_within_ten_points_or_in_the_range():
+    assert pair(0.30, 0.39).as_printed and not pair(0.30, 0.41).as_printed
+    assert pair(0.30, 0.9, low=0.2, high=0.3001).as_printed and not pair(0.31, 0.3, low=0.2, high=0.3).as_printed
+    assert pair(0.30, 0.9, low=0.2, high=0.4).promised == pytest.approx(0.3)
+
+
+def test_the_best_change_counts_where_several_were_measured_and_one_saves_something():
+    first = [pair(0.5, 0.4, 1, "a", "x", best_rank=1), pair(0.2, 0.3, 2, "a", "y", best_rank=2)]
+    second = [pair(0.5, 0.1, 3, "b", "x", best_rank=2), pair(0.2, 0.3, 1, "b", "y", best_rank=1)]
+    missed = [pair(0.5, None, None, "c", "x"), pair(0.2, 0.3, 1, "c", "y", best_rank=1)]
+    nothing = [pair(0.01, 0.4, 1, "d", "x"), pair(0.0, 0.3, 2, "d", "y")]
+    one = [pair(0.5, 0.4, 1, "e", "x"), pair(0.6, 0.4, 1, "e", "x")]
+    found = scores(first + second + missed + nothing + one)
+    assert found["recordings_with_several_changes"] == 3
+    assert found["best_is_first"] == found["best_is_first_of_measured"] == 1
+    assert (found["savings_not_proposed"], found["savings_with_a_proposal_id"]) == (1, 8)
+
+
+def test_changes_without_a_proposal_id_are_never_the_best_one():
+    found = scores([pair(0.9, None, None, change=""), pair(0.5, 0.4), pair(0.1, 0.2, 2, change="y")])
+    assert found["best_is_first"] == 1
+
+
+def test_without_pairs_shares_and_medians_are_none():
+    found = scores([])
+    assert found["median_error"] is None and found["rank_correlation"] is None and found["pairs"] == 0
+
+
+def test_tf32_and_bf16_have_one_id_and_the_title_tells_which_is_meant():
+    class One:
+        change, title = "tensor_cores", "use TF32 or bf16 on tensor cores"
+
+    both = ("base", "tf32", "bf16")
+    assert scoreboard._is_meant(One, "tf32", both) and not scoreboard._is_meant(One, "bf16", both)
+    assert scoreboard._is_meant(One, "bf16", ("base", "bf16"))
+    One.title = "use bf16 or fp16 on tensor cores"
+    assert scoreboard._is_meant(One, "bf16", both) and not scoreboard._is_meant(One, "tf32", both)
+
+
+def test_a_larger_batch_counts_for_one_batch(tmp_path):
+    base = {"proposal": "", "served": 1, "runs": [{"median_us": 90.0}, {"median_us": 110.0}], "failures": []}
+    larger = {"proposal": "larger_batch", "served": 2, "runs": [{"median_us": 120.0}], "failures": []}
+    failed = {"proposal": "cuda_graph", "served": 1, "runs": [], "failures": ["it took too long"]}
+    (tmp_path / "net").mkdir()
+    trace = ROOT / "traces/reference/nvidia-h200/changes/vit/eager.json.gz"
+    (tmp_path / "net/base.json.gz").write_bytes(trace.read_bytes())
+    (tmp_path / "results.json").write_text(json.dumps({"net": {"base": base, "larger": larger, "graph": failed}}))
+    (one,) = scoreboard.unfitted(tmp_path)
+    assert (one.after, one.measured_from_us, one.measured_us) == ("net/larger", 100.0, 60.0)
+
+
+def test_results_of_two_folders_are_put_together(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name / name).mkdir(parents=True)
+        (tmp_path / name / "results.json").write_text(json.dumps({name: {}}))
+        (tmp_path / name / name / "base.json.gz").write_bytes(b"trace")
+    assert record([str(tmp_path / "both"), "--add", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
+    assert json.loads((tmp_path / "both/results.json").read_text()) == {"first": {}, "second": {}}
+    assert (tmp_path / "both/second/base.json.gz").exists()
+
+
+@pytest.mark.exhaustive
+def test_programs_are_recorded_on_the_cpu_and_a_slow_one_is_a_row(tmp_path):
+    pytest.importorskip("torch")
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/pairs/record.py",
+        tmp_path,
+        "--device",
+        "cpu",
+        "--tiny",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--programs", "neural_ode"], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["neural_ode"]
+    assert [len(row["runs"]) for row in rows.values()] == [1, 1, 1, 1]
+    assert rows["base"]["runs"][0]["last"] == pytest.approx(rows["compile"]["runs"][0]["last"], rel=1e-3)
+    subprocess.run([*command, "--programs", "gaussian_process", "--run-seconds", "0"], check=True, capture_output=True)
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert rows["gaussian_process"]["base"]["failures"] == ["it took too long"] and rows["neural_ode"]["base"]["runs"]
