@@ -10,13 +10,12 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from operator import attrgetter
-from statistics import median_low
 
 from msgspec.structs import replace
 
-from tracereader.trace.labels import COMPILE_ID, COMPILING
+from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
 
 CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
@@ -28,6 +27,7 @@ IN_ORDER_NS = 100_000
 # Calls that load code, and what the driver adds to a launch that loads its kernel.
 LOADS = re.compile(r"(?:Module|Library)Load|FatBinary|^cuInit$|^hipInit$")
 LOADING = "Loading"
+REGION_ID = re.compile(rf"{REGION}: (\d+/\d+)")
 # Calls that start CUDA or its libraries if they take SLOW_NS, and calls that may load a kernel's code.
 STARTS = re.compile(r"GetDevice(?:Properties|Count)|GetStreamPriorityRange|SetDevice|StreamCreate|StreamIsCapturing")
 MAY_LOAD = re.compile(r"Launch|Func|Occupancy|KernelGet")
@@ -36,9 +36,14 @@ FREES = re.compile(r"^(?:cuda|hip)Free(?:Host)?$")
 WAITS = re.compile(r"Synchronize|Memcpy|EventQuery|StreamQuery")
 # Inductor's CUDA graph trees record a graph in this annotation.
 RECORDS_A_GRAPH, INSTANTIATES = "CUDAGraphNode.record", "GraphInstantiate"
-# A call of the CUDA runtime that is the first of its kernel and takes this long (ns), and this many times the median
-# call of its name, has loaded code. Warm launches take 3 to 20 µs, and up to 50 µs while the profiler records.
-SLOW_NS, SLOW_TIMES = 1_000_000, 20
+# A call that only starts CUDA or a library takes at least this long (ns).
+SLOW_NS = 1_000_000
+# The first launch of a kernel has loaded code if it takes this long (ns) from its op's start to the launch's return,
+# this many times the lower quartile of all launches, and this many times the kernel's later ones. In a cold step on an H100, 12 of 131 launches took 1.7 to 147 ms
+# each. Warm launches take 10 to 200 µs while the profiler records.
+FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES, LATER_TIMES = 300_000, 10, 3
+# Ops on lists of tensors, whose CPU time before the launch grows with the tensors.
+ON_LISTS = re.compile(r"_foreach_|_fused_")
 # Waits that are shorter than this share of the step, or this time (ns), do not change what is concluded.
 LEAST_SHARE, LEAST_NS = 0.01, 100_000
 ASKED = re.compile("|".join(one.pattern for one in (CAPTURE_EDGE, LAUNCH, LOADS, STARTS, MAY_LOAD, ALLOCATES, FREES))
@@ -210,16 +215,20 @@ def _cold(
             add(_first_allocations(some, steps, names), "first allocations")
     track = edges[0].track if edges else ()
     found += [Cold(track, start, end, "capturing CUDA graphs") for start, end in captures]
-    add(_slow_first_calls(names, work, overheads), "loading code")
+    add(_loading_calls(names, overheads), "loading code")
+    found += _first_launches(work, steps)
     return _without_overlaps(found, steps)
 
 
 def _first_compilations(some: Sequence[Op], steps: Sequence[Step]) -> list[Op]:
-    """Return torch.compile's phases in the steps in which a frame is compiled for the first time."""
-    spans = [(step.start, step.end) for step in steps]
-    is_first = {op.name: (found := COMPILE_ID.search(op.name)) and found[1].endswith("/0") for op in some}
-    cold = {_span(spans, op.start) for op in some if is_first[op.name]} - {None}
-    return [op for op in some if _span(spans, op.start) in cold]
+    """Return torch.compile's phases in a step that compiles frames for the first time, and none of them again."""
+    cold = []
+    for step in steps:
+        ids = [found for name, _ in step.by_name() if (found := COMPILE_ID.search(name) or REGION_ID.search(name))]
+        again = any(not one[1].endswith("/0") for one in ids)
+        if not again and (ids or step is steps[0]):
+            cold.append((step.start, step.end))
+    return [op for op in some if _inside(cold, op.start)]
 
 
 def _span(spans: Sequence[tuple[int, int]], time: int) -> tuple[int, int] | None:
@@ -235,25 +244,56 @@ def _first_allocations(some: Sequence[Op], steps: Sequence[Step], names: dict[st
     return list(some)
 
 
-def _slow_first_calls(names: dict[str, list[Op]], work: Sequence[Work], overheads: Sequence[Op]) -> Iterable[Op]:
-    """Yield the calls during which the driver loaded code: so recorded, or the long first launch of a kernel."""
+def _loading_calls(names: dict[str, list[Op]], overheads: Sequence[Op]) -> Iterable[Op]:
+    """Yield the calls during which the driver is recorded to load code."""
     loading = sorted(one.start for one in overheads if LOADING in one.name)
     for name, some in names.items() if loading else ():
         for op in some if MAY_LOAD.search(name) else ():
             place = bisect.bisect_left(loading, op.start)
             if op.kind == "runtime" and place < len(loading) and loading[place] < op.start + op.dur:
                 yield op
-    launches = [one.launch for one in work if one.launch is not None]
-    slow = max(SLOW_NS, SLOW_TIMES * median_low([op.dur for op in launches])) if launches else SLOW_NS
-    seen, busy_until = set(), 0
+
+
+def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Cold]:
+    """Yield the time from an op's start to the return of its launch, where it is long for the first of a kernel.
+
+    A library's start (cuBLAS creates its handle in the first product) and lazily loaded code are in that time, and the
+    GPU is idle. It is busy where a launch waits for room in the queue. If a later step's call of the same op takes as
+    long, the program makes such calls in each step.
+    """
+    launches: dict[str, list[tuple[Op, int, int]]] = {}  # by kernel: the call, where its time starts, the GPU's end
+    by_op: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by outermost op: where the time starts and ends
+    reached, busy_until = {}, -math.inf
     for one in work:
         op = one.launch
-        # A launch that waits for room in the queue is long, too, but the GPU is busy then.
-        if op is not None and one.name not in seen:
-            seen.add(one.name)
-            if op.dur >= slow and "Graph" not in op.name and LAUNCH.match(op.name) and busy_until <= op.start + SLOW_NS:
-                yield op
+        if op is not None and op.work[0] is one and "Graph" not in op.name:
+            outermost = op.outermost_call()
+            start = max(outermost.start, reached.get(op.track, -math.inf))
+            reached[op.track] = op.start + op.dur
+            by_op[outermost.name].append((start, op.start + op.dur))
+            launches.setdefault(one.name, []).append((op, start, busy_until))
         busy_until = max(busy_until, one.start + one.dur)
+    if not launches:
+        return
+    times = {name: [op.start + op.dur - start for op, start, _ in some] for name, some in launches.items()}
+    everything = sorted(chain.from_iterable(times.values()))
+    usual = max(FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES * everything[len(everything) // 4])
+    for name, some in launches.items():
+        first, *later = times[name]
+        least = max([usual, *(LATER_TIMES * time for time in sorted(later)[len(later) // 2 :][:1])])
+        op, start, busy = some[0]
+        end = op.start + op.dur
+        if first < least or busy > (start + end) // 2:
+            continue
+        below = list(op.outermost_call().walk())
+        waits = (one.start + one.dur for one in below if WAITS.search(one.name))
+        start = max([start, *(time for time in waits if time <= op.start)])
+        step_end = next((step.end for step in steps if step.start <= op.start < step.end), math.inf)
+        comes_again = any(
+            begin >= step_end and LATER_TIMES * (until - begin) >= end - start for begin, until in by_op[below[0].name]
+        )
+        if end - start >= least and not comes_again and not any(ON_LISTS.search(one.name) for one in below):
+            yield Cold(op.track, start, end, "loading code")
 
 
 def _without_overlaps(found: Iterable[Cold], steps: Sequence[Step]) -> tuple[Cold, ...]:

@@ -525,7 +525,7 @@ def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[St
     if not marks:
         everything = [*roots, *work]
         start, end = min(one.start for one in everything), max(one.end for one in everything)
-        return (Step("whole trace", start, end, tuple(roots), tuple(work)),), ()
+        return (Step("whole trace", start, end, tuple(roots), tuple(_from_its_start(work))),), ()
     starts, ends = [mark.start for mark in marks], [mark.end for mark in marks]
 
     def number(time: int) -> int | None:
@@ -556,6 +556,12 @@ def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[St
         for mark, inside, done in zip(marks, in_step, launched, strict=True)
     )
     return tuple(steps), tuple(outside)
+
+
+def _from_its_start(work: list[Work]) -> list[Work]:
+    """Return the work without that which was launched before the recording: it starts before all launched work."""
+    first = next((place for place, one in enumerate(work) if one.launch is not None), 0)
+    return work[first:]
 
 
 def _properties(found: object, used: set) -> dict[object, dict]:
