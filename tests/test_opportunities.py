@@ -25,7 +25,7 @@ from tracereader.findings.graph_changes import cuda_graph
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity, Proposal, priced
 from tracereader.replay import Refused, graph_of, with_durations
-from tracereader.replay import graph as graph_module
+from tracereader.replay import recorded as graph_module
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read

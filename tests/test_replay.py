@@ -28,7 +28,7 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
-from tracereader.replay import graph as graph_module
+from tracereader.replay import recorded as graph_module
 from tracereader.replay.changes import launching_only
 from tracereader.trace import outermost, read
 

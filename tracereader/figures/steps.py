@@ -268,7 +268,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     when_busy = {device: Lengths(busy) for device, busy in _busy_by_device(trace.work).items()}
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
-    stretches = _gpu_stretches(trace.steps)
+    stretches = _gpu_stretches(trace)
     busy = [busy_us(step.work) for step in trace.steps]
     usual_busy = median(with_a_middle([us for us in busy if us]) or [0.0])
     asked = [one.start for one in trace.queries]
@@ -393,13 +393,16 @@ def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -
     return 1 - most / (end - start) if end > start else None
 
 
-def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
+def _gpu_stretches(trace: Trace) -> list[tuple[int, int] | None]:
     """Return the interval from each step's first GPU work to that of the next step with any.
 
     The intervals do not overlap. The last step has none, because nothing shows its end. The only step with work has all
-    of its time on both lanes.
+    of its time on both lanes; a recording without steps has the time from its first GPU activity to its last one.
     """
+    steps = trace.steps
     working = [step for step in steps if step.work]
+    if working and not trace.has_steps:
+        return [spanned(steps[0].work)]
     if len(working) == 1:
         (only,) = working
         whole = only.start, max(only.end, spanned(only.work)[1])

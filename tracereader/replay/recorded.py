@@ -38,8 +38,10 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
             return Refused(Reason.NO_GPU_WORK)
         parts = [replace(trace, steps=(typical(trace),), outside=())]
     else:
-        launched = sum(one.launch is not None for one in trace.work)
-        if not any(step.work for step in trace.steps) or 2 * launched < len(trace.work):
+        # Of a recording without steps, work from before its first launch does not count.
+        work = trace.work if trace.has_steps else trace.steps[0].work
+        launched = sum(one.launch is not None for one in work)
+        if not any(step.work for step in trace.steps) or 2 * launched < len(work):
             return Refused(Reason.NO_LAUNCHES)
         parts = [trace]
     if any((step.work or not trace.work) and not step.roots for step in parts[0].steps):

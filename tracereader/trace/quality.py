@@ -211,12 +211,15 @@ def _cold(
             add(some, "capturing CUDA graphs")
         elif name.endswith(COMPILING):
             add(_first_compilations(some, steps), "compilation")
-        elif ALLOCATES.match(name):
-            add(_first_allocations(some, steps, names), "first allocations")
     track = edges[0].track if edges else ()
     found += [Cold(track, start, end, "capturing CUDA graphs") for start, end in captures]
     add(_loading_calls(names, overheads), "loading code")
     found += _first_launches(work, steps)
+    allocations = [op for name, some in names.items() if ALLOCATES.match(name) for op in some if op.kind == "runtime"]
+    frees = any(FREES.match(name) for name in names) and not any(one.start < steps[0].end for one in found)
+    # Memory that is freed and allocated again in a warm step is a finding of its own.
+    if not frees and all(op.start < steps[0].end for op in allocations):
+        add(allocations, "first allocations")
     return _without_overlaps(found, steps)
 
 
@@ -237,13 +240,6 @@ def _span(spans: Sequence[tuple[int, int]], time: int) -> tuple[int, int] | None
     return spans[place] if place >= 0 and time < spans[place][1] else None
 
 
-def _first_allocations(some: Sequence[Op], steps: Sequence[Step], names: dict[str, list[Op]]) -> list[Op]:
-    """Return allocations of the first step, if no later step makes any and nothing is freed: the allocator's own."""
-    if any(FREES.match(name) for name in names) or any(op.start >= steps[0].end for op in some):
-        return []
-    return list(some)
-
-
 def _loading_calls(names: dict[str, list[Op]], overheads: Sequence[Op]) -> Iterable[Op]:
     """Yield the calls during which the driver is recorded to load code."""
     loading = sorted(one.start for one in overheads if LOADING in one.name)
@@ -258,7 +254,7 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Col
     """Yield the time from an op's start to the return of its launch, where it is long for the first of a kernel.
 
     A library's start (cuBLAS creates its handle in the first product) and lazily loaded code are in that time, and the
-    GPU is idle. It is busy where a launch waits for room in the queue. If a later step's call of the same op takes as
+    GPU is idle. It is busy where a launch waits for room in the queue. If another step's call of the same op takes as
     long, the program makes such calls in each step.
     """
     launches: dict[str, list[tuple[Op, int, int]]] = {}  # by kernel: the call, where its time starts, the GPU's end
@@ -288,9 +284,10 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Col
         below = list(op.outermost_call().walk())
         waits = (one.start + one.dur for one in below if WAITS.search(one.name))
         start = max([start, *(time for time in waits if time <= op.start)])
-        step_end = next((step.end for step in steps if step.start <= op.start < step.end), math.inf)
-        comes_again = any(
-            begin >= step_end and LATER_TIMES * (until - begin) >= end - start for begin, until in by_op[below[0].name]
+        step = next((step for step in steps if step.start <= op.start < step.end), None)
+        comes_again = step is not None and any(
+            not step.start <= begin < step.end and LATER_TIMES * (until - begin) >= end - start
+            for begin, until in by_op[below[0].name]
         )
         if end - start >= least and not comes_again and not any(ON_LISTS.search(one.name) for one in below):
             yield Cold(op.track, start, end, "loading code")
