@@ -17,8 +17,8 @@ from tracereader.findings import inference_changes, made
 from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
 from tracereader.findings.opportunities import each_priced, opportunities
 from tracereader.findings.opportunity import Case
-from tracereader.replay import recorded as graph_module
 from tracereader.replay import graph_of
+from tracereader.replay import recorded as graph_module
 from tracereader.trace import read
 
 TESTS = OTHERS[0].parent

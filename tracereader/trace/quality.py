@@ -39,8 +39,8 @@ RECORDS_A_GRAPH, INSTANTIATES = "CUDAGraphNode.record", "GraphInstantiate"
 # A call that only starts CUDA or a library takes at least this long (ns).
 SLOW_NS = 1_000_000
 # The first launch of a kernel has loaded code if it takes this long (ns) from its op's start to the launch's return,
-# this many times the lower quartile of all launches, and this many times the kernel's later ones. In a cold step on an H100, 12 of 131 launches took 1.7 to 147 ms
-# each. Warm launches take 10 to 200 µs while the profiler records.
+# this many times the lower quartile of all launches, and this many times the kernel's later ones. In a cold step on an
+# H100, 12 of 131 launches took 1.7 to 147 ms each. Warm launches take 10 to 200 µs while the profiler records.
 FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES, LATER_TIMES = 300_000, 10, 3
 # Ops on lists of tensors, whose CPU time before the launch grows with the tensors.
 ON_LISTS = re.compile(r"_foreach_|_fused_")
