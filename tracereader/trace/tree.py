@@ -84,6 +84,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
+    unusable: list[int] = []  # the places of the events that are left out
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
     made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
@@ -103,7 +104,9 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         for cat, kind in kinds.items()
         if kind in made
     }
-    zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
+    zero = next(
+        (int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts) and _is_time(event.dur)), 0
+    )
     for number, event in enumerate(events):
         if event.ph != "X":
             if event.cat == "fwdbwd":
@@ -123,12 +126,12 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
             continue
         kind, make, into, is_plain = known
         ts, dur = event.ts, event.dur
-        if not ts and (not dur or dur == MISSING):
+        if not ts and (not dur or (not exact and dur == MISSING)):
             zeroed += 1  # nothing happens at time zero
             continue
         if (exact and not (_is_time(ts) and _is_time(dur))) or not 0 <= dur < LARGEST:
-            what = "time stamp" if exact and not _is_time(ts) else "duration"
-            raise TraceError(f"{path}: event {number + 1} ({event.name[:60]!r}) has no usable {what}")
+            unusable.append(number)
+            continue
         # The difference of two doubles so near each other is exact: its product is off by less than half.
         start, length = round((ts - zero) * 1000), round(dur * 1000)
         if event.tid != tid or event.pid != pid:
@@ -144,6 +147,16 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
                 name = _copy_in_words(event)
             into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
+    if unusable:
+        _require_usable(
+            path,
+            events,
+            unusable,
+            zeroed
+            + sum(map(len, frames.values()))
+            + sum(map(len, (ops, old_ops, work, spans, overheads, nodes, modules, inside))),
+        )
+    document.defects.events += len(unusable)
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
     ops += old_ops
@@ -226,6 +239,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
+        defects=document.defects,
         crossing=crossing,
         not_known=not_known,
         taken=taken,
@@ -285,7 +299,18 @@ def _is_cpu(event: Event) -> bool:
 
 
 def _is_time(us: float | decimal.Decimal | None) -> bool:
-    return us is not None and math.isfinite(us) and abs(us) < LARGEST
+    if us is None:
+        return False
+    return (us.is_finite() if type(us) is decimal.Decimal else math.isfinite(us)) and abs(us) < LARGEST
+
+
+def _require_usable(path: Path, events: list[Event], unusable: list[int], usable: int) -> None:
+    """Raise TraceError if most slices have no usable times: the rest would then say little about the run."""
+    if len(unusable) > usable:
+        raise TraceError(
+            f"{path}: {len(unusable):,} of its {usable + len(unusable):,} slices have no usable duration or time "
+            f"stamp; the first is event {unusable[0] + 1:,} ({events[unusable[0]].name[:60]!r})"
+        )
 
 
 def _nest(slices: list, crossing: Counter) -> list[Op]:

@@ -1,0 +1,100 @@
+"""Reads what strict decoding refuses: defects that writers of traces leave in their JSON, and numbers of any size."""
+
+import decimal
+import json
+import re
+
+import msgspec
+
+from tracereader.trace.decoded import REPLACEMENT
+
+LONGEST = 4000  # digits: Python converts no whole number that is much longer
+# A string up to its closing quote, or up to the end of a text that is cut short.
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+_CONTROL = re.compile("[\x00-\x1f]")
+_NOT_A_NUMBER = decimal.Decimal("NaN")
+
+
+class Defects(msgspec.Struct):
+    """The defects of a file that is read nevertheless.
+
+    events: those left out, because they have no usable time stamp or duration or are no JSON object. paths: strings
+    with backslashes that the writer did not escape. controls: strings with raw control characters. no_text: places that
+    are not valid text, replaced by U+FFFD. gpu: GPU activities that are left out, because a list of prof.events() has
+    neither their streams nor their launches.
+    """
+
+    events: int = 0
+    paths: int = 0
+    controls: int = 0
+    no_text: int = 0
+    gpu: int = 0
+
+
+def parsed(data: bytes) -> tuple[object, Defects]:
+    """Return the JSON's values and the defects of its text. Fractions are Decimals. Raises ValueError, RecursionError.
+
+    A number that no Decimal holds is NaN.
+    """
+    defects = Defects()
+    encoding = json.detect_encoding(data)
+    try:
+        text = data.decode(encoding, "surrogatepass")
+    except UnicodeDecodeError:
+        text = data.decode(encoding, "replace")
+        defects.no_text = text.count(REPLACEMENT) - data.count(REPLACEMENT.encode(encoding.removesuffix("-sig")))
+    try:
+        return _values(text), defects
+    except json.JSONDecodeError:
+        repaired = _repaired(text, defects)
+        if not defects.paths and not defects.controls:
+            raise
+    return _values(repaired), defects
+
+
+def _repaired(text: str, defects: Defects) -> str:
+    """Return the JSON with escaped backslashes and control characters in its strings, and count the repaired strings.
+
+    A string with an illegal escape is a path that was written as it is. Its legal escapes are then no escapes, either:
+    the t of C:\\Users\\temp. Strings without an illegal escape are valid JSON and stay as they are.
+    """
+
+    def repaired(match: re.Match) -> str:
+        string = match[0]
+        if "\\" in string and any(len(one) == 1 for one in _ESCAPE.findall(string)):
+            defects.paths += 1
+            string = _ESCAPE.sub(lambda one: one[0] if one[0] in (r"\"", r"\\") else "\\" + one[0], string)
+        if _CONTROL.search(string):
+            defects.controls += 1
+            string = _CONTROL.sub(lambda one: f"\\u{ord(one[0]):04x}", string)
+        return string
+
+    return _STRING.sub(repaired, text)
+
+
+def _values(text: str) -> object:
+    return json.loads(text, parse_float=_fraction, parse_int=_whole)
+
+
+def number(value: object) -> decimal.Decimal | None:
+    """Return a number, which may stand in a text; None for a missing value, NaN for a value that is no number."""
+    if value is None:
+        return None
+    # bool is an int, and JSON as Python reads it has NaN and Infinity.
+    return _fraction(value) if type(value) is str else _exact(value)
+
+
+def _exact(value: object) -> decimal.Decimal:
+    return decimal.Decimal(value) if type(value) in (int, decimal.Decimal) else _NOT_A_NUMBER
+
+
+def _fraction(text: str) -> decimal.Decimal:
+    try:
+        return decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        return _NOT_A_NUMBER
+
+
+def _whole(text: str) -> int | decimal.Decimal:
+    return int(text) if len(text) < LONGEST else _fraction(text)
