@@ -48,7 +48,7 @@ def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
     try:
         found = _file.decode(json_of(path, limit))
         events, moved = on_lanes(found["traceEvents"])
-    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError):
+    except (ValueError, KeyError, RecursionError):  # msgspec's errors are ValueErrors
         raise TraceError(f"{path}: cannot be copied for Perfetto (its events cannot be read as text)") from None
     members = (msgspec.json.encode(key) + b":" + raw for key, raw in (found | {"traceEvents": events}).items())
     return b"{" + b",\n".join(members) + b"}", moved

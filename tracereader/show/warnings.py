@@ -81,4 +81,4 @@ def _defects(found: Defects) -> str:
          "{:,} GPU activities are left out, because only prof.export_chrome_trace writes their streams and launches"),
     )  # fmt: skip
     parts = [(one if count == 1 else several).format(count) for count, one, several in said if count]
-    return f"not all of the file can be used as it is: {'; '.join(parts)}. Everything else in it is read"
+    return f"the file is not as it should be, and only the rest of it is read as it stands: {'; '.join(parts)}"

@@ -171,7 +171,7 @@ def _name_the_list(path: Path, found: _File, defects: Defects) -> None:
         categorized = event_list.categorized(found.events)
         if categorized is None:
             raise TraceError(
-                f"{path}: a list of prof.events() in which GPU activities cannot be told from ops; "
+                f"{path}: a list of prof.events() in which GPU activities cannot be distinguished from ops; "
                 "export the trace with prof.export_chrome_trace"
             )
         found.events, defects.gpu = categorized

@@ -42,17 +42,16 @@ def is_one(events: Sequence[Listed]) -> bool:
 def categorized(events: Sequence[Listed]) -> tuple[list[Listed], int] | None:
     """Give the events of the CPU the categories of a trace. Return them, and how many GPU activities are left out.
 
-    Return None if the GPU's activities cannot be told from ops: their number is then not that of the arrows. An op and
-    an annotation cannot be told apart, as in traces of the time before torch 1.11.
+    Return None if the GPU's activities cannot be distinguished from ops: their number is then not that of the arrows.
+    Ops and annotations have one category, as in traces before torch 1.11.
     """
     slices = [one for one in events if one.ph == "X"]
     arrows = sum(one.ph == "s" for one in events)
     for one in slices:
         one.cat = _category(one)
     of_gpu = [one for one in slices if one.pid != CPU or _is_of_gpu(one)] if arrows else []
-    if len(of_gpu) != arrows or (
-        not arrows and any("Launch" in one.name for one in slices if one.cat == "cuda_runtime")
-    ):
+    launches = any(one.cat == "cuda_runtime" and "Launch" in one.name for one in slices)
+    if len(of_gpu) != arrows or (launches and not arrows):
         return None
     if not of_gpu:
         return slices, 0
