@@ -70,9 +70,9 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
 
 def _defects(found: Defects) -> str:
     """Return a sentence on what is left out of a file, or replaced in it."""
-    event, events = "{:,} event has no usable time and is left out", "{:,} events have no usable time and are left out"
     said = (
-        (found.events, event, events),
+        (found.events, "{:,} event without a usable time stamp and duration is left out",
+         "{:,} events without a usable time stamp and duration are left out"),
         (found.paths, "{:,} text has unescaped backslashes", "{:,} texts have unescaped backslashes"),
         (found.controls, "{:,} text has raw control characters", "{:,} texts have raw control characters"),
         (found.no_text, "{:,} place is not valid text (U+FFFD stands for it)",
@@ -81,4 +81,4 @@ def _defects(found: Defects) -> str:
          "{:,} GPU activities are left out, because only prof.export_chrome_trace writes their streams and launches"),
     )  # fmt: skip
     parts = [(one if count == 1 else several).format(count) for count, one, several in said if count]
-    return f"the file is not as it should be, and only the rest of it is read as it stands: {'; '.join(parts)}"
+    return f"in the file, {'; '.join(parts)}"

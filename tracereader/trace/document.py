@@ -23,7 +23,7 @@ from tracereader import progress
 from tracereader.command import NONE_IN_FOLDER, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace
-from tracereader.trace.decoded import decoded, printable_text
+from tracereader.trace.decoded import REPLACEMENT, decoded, printable_text
 from tracereader.trace.facts import RunFacts, run_facts
 from tracereader.trace.lenient import Defects
 from tracereader.trace.types import SHAPES
@@ -189,7 +189,7 @@ def in_folder(folder: Path) -> list[Path]:
     if not found:
         below = any(is_trace(one.name) for one in folder.glob("*/*"))
         hint = "; its folders have some: name these, with --ranks if they are of one job" if below else ""
-        raise TraceError(f"{folder}: {NONE_IN_FOLDER}{hint}")
+        raise TraceError(f"{folder}: {NONE_IN_FOLDER}{hint or foreign.in_folder(folder)}")
     return found
 
 
@@ -252,8 +252,10 @@ def json_of(path: Path, limit: int) -> bytes:
     """Return the file's JSON, unpacked. A trace in Perfetto's format is converted to JSON. Raises TraceError."""
     with _refusals(path):
         data = _unpacked(path, limit)
+        if not pftrace.is_one(data):
+            return lenient.as_utf8(data)
         # While the events are joined, their JSON is in memory twice.
-        return pftrace.as_json(data, min(limit, (free_memory() or 2 * limit) // 2)) if pftrace.is_one(data) else data
+        return pftrace.as_json(data, min(limit, (free_memory() or 2 * limit) // 2))
 
 
 @contextlib.contextmanager
@@ -376,6 +378,8 @@ def _any_json(path: Path, data: bytes) -> tuple[_File, Defects]:
             ("host", "host_name"),
         )
     }
+    if found["traceEvents"] and not events:
+        raise TraceError(f"{path}: {foreign.text(path, data) or 'JSON, but its events are no objects'}")
     return _File(events=events, is_list=is_list, **beside), defects
 
 
@@ -383,14 +387,10 @@ def _why_no_json(data: bytes, problem: Exception) -> str:
     """Return why bytes that no format begins with are no JSON either."""
     if isinstance(problem, RecursionError):
         return "its JSON is nested too deeply"
-    try:
-        text = data.decode(json.detect_encoding(data))
-    except UnicodeDecodeError:
-        return "not text, so not a Chrome trace"
-    at = getattr(problem, "pos", 0)
-    if text.lstrip("\ufeff \t\r\n").startswith(("{", "[")) and (
-        at >= len(text.rstrip()) or "Unterminated string" in str(problem)
-    ):
+    text = data.decode(errors="replace")
+    if not text.lstrip().startswith(("{", "[")):
+        return "not text, so not a Chrome trace" if REPLACEMENT in text else f"not JSON ({problem})"
+    if getattr(problem, "pos", 0) >= len(text.rstrip()) or "Unterminated string" in str(problem):
         return "the file is cut short: its JSON ends in the middle, as where a program was killed while it wrote"
     return f"not JSON ({problem})"
 

@@ -1,11 +1,13 @@
 """Names files that are no traces by their first bytes: what each file is, and what to open instead."""
 
+import contextlib
 import re
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 HEAD = 4096  # bytes: what a file is named by
+MOST_LOOKED_AT = 100  # files of a folder without traces
 PACKED = "compressed with {}, and only gzip can be read; uncompress it first: {} {{path}}"
 ANOTHER = "read-trace reads the file that torch.profiler's export_chrome_trace writes"
 TRACES = (".json", ".json.gz", ".pt.trace.json", ".pt.trace.json.gz", ".pftrace", ".pftrace.gz")
@@ -82,7 +84,7 @@ TEXT = [
     Kind(r'\s*\{\s*"rocprofiler-sdk-tool"', f"the JSON of rocprofv3; {ANOTHER}"),
     Kind(r'\s*\{.*"\$schema":\s?"https://www\.speedscope\.app', "a profile for speedscope; open it at speedscope.app"),
     Kind(r"run \S+\s*\n", "a table of a numbered script of this project, not the trace of its run"),
-    Kind(r"[^\s;]+(?:;[^\n;]+)+ \d+\n", "stacks as export_stacks writes them; open them with flamegraph.pl"),
+    Kind(r"[^\n;]+(?:;[^\n;]+)+ \d+\n", "stacks as export_stacks writes them; open them with flamegraph.pl"),
 ]  # fmt: skip
 # By the ends of names, for formats whose first bytes are not known.
 NAMED = {
@@ -100,35 +102,46 @@ _BINARY, _TEXT = (
 
 def binary(path: Path, head: bytes) -> str | None:
     """Return a sentence on a file whose name or first bytes no trace has; None for any other file."""
-    if head.startswith(b"\x1f\x8b"):
-        head = unpacked_head(head)
-    found = next((says for ends, says in NAMED.items() if path.name.lower().endswith(ends)), None)
-    return _sentence(path, found or next((says for begins, says in _BINARY if begins.match(head)), None))
+    named = next((says for ends, says in NAMED.items() if path.name.lower().endswith(ends)), None)
+    return _sentence(path, named or _kind(_BINARY, head))
 
 
 def text(path: Path, data: bytes) -> str | None:
     """Return a sentence on unpacked text that could not be read as a trace; None where its kind is not known."""
-    head = data[:HEAD]
-    if len(data) < 1 << 20 and not data.strip():
-        head = b""
-    return _sentence(path, next((says for begins, says in _TEXT if begins.match(head)), None))
+    return _sentence(path, _kind(_TEXT, data[:HEAD]))
 
 
-def unpacked_head(head: bytes) -> bytes:
-    """Return the first bytes of what is packed with gzip; nothing if they cannot be unpacked."""
-    try:
-        return zlib.decompressobj(31).decompress(head, HEAD)
-    except zlib.error:
-        return b""
+def in_folder(folder: Path) -> str:
+    """Return words on a file of a known kind in a folder without traces; "" without one."""
+    for path in sorted(folder.iterdir())[:MOST_LOOKED_AT]:
+        if path.is_file() and (said := binary(path, _head(path))):
+            return f"; {path.name} is {said}"
+    return ""
 
 
-def beside(path: Path) -> str:
-    """Return words that name the trace beside a file, which has its name with another ending; "" without one."""
-    stem = path.name.removesuffix(path.suffix)
-    traces = [path.with_name(stem + end) for end in TRACES]
-    found = next((one for one in traces if one != path and one.is_file()), None)
-    return f"; the trace is the {found.name.removeprefix(stem)} beside it, {found}" if found else ""
+def _kind(kinds: list[tuple[re.Pattern[bytes], str]], head: bytes) -> str | None:
+    if head.startswith(b"\x1f\x8b"):
+        with contextlib.suppress(zlib.error):
+            head = zlib.decompressobj(31).decompress(head, HEAD)
+    return next((says for begins, says in kinds if begins.match(head)), None)
 
 
 def _sentence(path: Path, says: str | None) -> str | None:
-    return None if says is None else says.replace("{path}", str(path)) + beside(path)
+    return None if says is None else says.replace("{path}", str(path)) + _beside(path)
+
+
+def _beside(path: Path) -> str:
+    """Return words that name the trace beside a file, which has its name with another ending; "" without one."""
+    stem = path.name.removesuffix(path.suffix)
+    for one in (path.with_name(stem + end) for end in TRACES):
+        if one != path and one.is_file() and not (_kind(_BINARY, _head(one)) or _kind(_TEXT, _head(one))):
+            return f"; the trace is the {one.name.removeprefix(stem)} beside it, {one}"
+    return ""
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD)
+    except OSError:
+        return b""

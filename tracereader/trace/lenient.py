@@ -32,18 +32,24 @@ class Defects(msgspec.Struct):
     gpu: int = 0
 
 
+def as_utf8(data: bytes) -> bytes:
+    """Return JSON that editors and shells of Windows save (UTF-16, or with a byte order mark) as plain UTF-8."""
+    if data.startswith((b"\xef\xbb\xbf", b"\xfe\xff", b"\xff\xfe")) or b"\x00" in data[:4]:
+        return data.decode(json.detect_encoding(data), "replace").encode(errors="replace")
+    return data
+
+
 def parsed(data: bytes) -> tuple[object, Defects]:
     """Return the JSON's values and the defects of its text. Fractions are Decimals. Raises ValueError, RecursionError.
 
     A number that no Decimal holds is NaN.
     """
     defects = Defects()
-    encoding = json.detect_encoding(data)
     try:
-        text = data.decode(encoding, "surrogatepass")
+        text = data.decode(errors="surrogatepass")
     except UnicodeDecodeError:
-        text = data.decode(encoding, "replace")
-        defects.no_text = text.count(REPLACEMENT) - data.count(REPLACEMENT.encode(encoding.removesuffix("-sig")))
+        text = data.decode(errors="replace")
+        defects.no_text = text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
     try:
         return _values(text), defects
     except json.JSONDecodeError:

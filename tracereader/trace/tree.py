@@ -84,7 +84,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
-    unusable: list[int] = []  # the places of the events that are left out
+    unusable: list[int] = []  # the places of the events without usable times
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
     made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
@@ -147,16 +147,15 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
                 name = _copy_in_words(event)
             into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
-    if unusable:
-        _require_usable(
-            path,
-            events,
-            unusable,
-            zeroed
-            + sum(map(len, frames.values()))
-            + sum(map(len, (ops, old_ops, work, spans, overheads, nodes, modules, inside))),
-        )
     document.defects.events += len(unusable)
+    if left_out := document.defects.events:
+        slices = (ops, old_ops, work, spans, overheads, nodes, modules, inside, *frames.values())
+        usable = zeroed + sum(map(len, slices))
+        if left_out > usable:  # the rest would say little about the run
+            first = f"; the first is {events[unusable[0]].name[:60]!r}" if unusable else ""
+            raise TraceError(
+                f"{path}: {left_out:,} of its {left_out + usable:,} slices have no usable duration or time stamp{first}"
+            )
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
     ops += old_ops
@@ -302,15 +301,6 @@ def _is_time(us: float | decimal.Decimal | None) -> bool:
     if us is None:
         return False
     return (us.is_finite() if type(us) is decimal.Decimal else math.isfinite(us)) and abs(us) < LARGEST
-
-
-def _require_usable(path: Path, events: list[Event], unusable: list[int], usable: int) -> None:
-    """Raise TraceError if most slices have no usable times: the rest would then say little about the run."""
-    if len(unusable) > usable:
-        raise TraceError(
-            f"{path}: {len(unusable):,} of its {usable + len(unusable):,} slices have no usable duration or time "
-            f"stamp; the first is event {unusable[0] + 1:,} ({events[unusable[0]].name[:60]!r})"
-        )
 
 
 def _nest(slices: list, crossing: Counter) -> list[Op]:
