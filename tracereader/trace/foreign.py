@@ -62,7 +62,7 @@ BINARY = [
         "an XML document, not a trace; a server may have answered with an error: download the file again",
     ),
     Kind(
-        r"[^\n]{0,80}\n?-{10,}(?:  -{5,})+\s*\n\s+Name\s",
+        r"[^\n]{0,80}\n?-{5,}(?:  -{5,})+\s*\n\s+Name\s",
         "the profiler's table of sums over ops, not single events; export the trace with prof.export_chrome_trace",
     ),
 ]  # fmt: skip
@@ -74,7 +74,7 @@ TEXT = [
         "an export of Nsight Systems (nsys); open its .nsys-rep in nsys-ui",
     ),
     Kind(
-        r"\s*\[\s*\[\s*(?:\d|\[)",
+        r"\s*\[\s*\[\s*[-\d\[]",
         "the data of export_memory_timeline, not single ops; export the trace with prof.export_chrome_trace",
     ),
     Kind(
@@ -132,7 +132,7 @@ def _sentence(path: Path, says: str | None) -> str | None:
 
 def _beside(path: Path) -> str:
     """Return words that name the trace beside a file, which has its name with another ending; "" without one."""
-    stem = path.name.removesuffix(path.suffix)
+    stem = Path(path.name.removesuffix(".gz")).stem
     for one in (path.with_name(stem + end) for end in TRACES):
         if one != path and one.is_file() and not (_kind(_BINARY, _head(one)) or _kind(_TEXT, _head(one))):
             return f"; the trace is the {one.name.removeprefix(stem)} beside it, {one}"

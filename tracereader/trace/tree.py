@@ -104,9 +104,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         for cat, kind in kinds.items()
         if kind in made
     }
-    zero = next(
-        (int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts) and _is_time(event.dur)), 0
-    )
+    # Only of a usable event, because the others are near it: a difference of doubles far apart is not exact.
+    zero = next((int(one.ts) for one in events if one.ph == "X" and _is_time(one.ts) and _is_length(one.dur)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
             if event.cat == "fwdbwd":
@@ -129,7 +128,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         if not ts and (not dur or (not exact and dur == MISSING)):
             zeroed += 1  # nothing happens at time zero
             continue
-        if (exact and not (_is_time(ts) and _is_time(dur))) or not 0 <= dur < LARGEST:
+        if not (0 <= dur < LARGEST if not exact else _is_time(ts) and _is_length(dur)):
             unusable.append(number)
             continue
         # The difference of two doubles so near each other is exact: its product is off by less than half.
@@ -301,6 +300,10 @@ def _is_time(us: float | decimal.Decimal | None) -> bool:
     if us is None:
         return False
     return (us.is_finite() if type(us) is decimal.Decimal else math.isfinite(us)) and abs(us) < LARGEST
+
+
+def _is_length(us: float | decimal.Decimal | None) -> bool:
+    return _is_time(us) and us >= 0
 
 
 def _nest(slices: list, crossing: Counter) -> list[Op]:
