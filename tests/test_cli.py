@@ -120,6 +120,8 @@ OTHERS = {
         b' {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 2, "tid": 1, "ts": "1", "dur": "2"}]', "MindStudio",
     ),
     "cut.json": (b'{"traceEvents": [{"ph": "X", "name": "a"},', "cut short"),
+    "cut_on_windows.json": (rb'{"traceName": "C:\Users", "traceEvents": [{"ph": "X", "name": "a"', "cut short"),
+    "cut_in_a_path.json": (rb'{"traceEvents": [{"ph": "X", "name": "C:\Users\me', "cut short"),
     "spaces.json": (b" \n ", "the file is empty"),
 }  # fmt: skip
 

@@ -189,6 +189,8 @@ def with_text(tmp_path, data, text):
     [
         (rb"C:\Users\me\x.json", "unescaped backslashes"), (rb"\data\train.py", "unescaped backslashes"),
         (rb"C:\temp\new\bin\file\run\u12\u00e9\x", "unescaped backslashes"),
+        (rb"\\server\share\x", "unescaped backslashes"), (b"C:\\", "unescaped backslashes"),
+        (rb"C:\Users\me" + b"\\", "unescaped backslashes"),
         (b"a\x01b\tc\nd", "raw control characters"),
     ],
 )  # fmt: skip

@@ -62,7 +62,6 @@ NO_SLICES = ("", "ac2g", "fwdbwd", "cpu_instant_event", "Trace")
 # The phases of Chrome's events that the profiler and Perfetto write.
 PHASES = ("X", "s", "t", "f", "M", "i", "I", "C", "B", "E", "b", "n", "e")
 T = TypeVar("T")
-_NPU = re.compile(rb'"(?:Ascend Hardware|CANN)"')
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.+", re.S)  # Path writes one slash
 
 
@@ -166,20 +165,16 @@ def _strict(data: bytes, event: type[T]) -> _File[T]:
 
 
 def _name_the_list(path: Path, found: _File, defects: Defects) -> None:
-    """Give the events of a list of prof.events() their categories. Raises TraceError for lists that cannot be read."""
-    if event_list.is_one(found.events):
-        categorized = event_list.categorized(found.events)
-        if categorized is None:
-            raise TraceError(
-                f"{path}: a list of prof.events() in which GPU activities cannot be distinguished from ops; "
-                "export the trace with prof.export_chrome_trace"
-            )
-        found.events, defects.gpu = categorized
-    elif any(event.ph == "M" and _NPU.search(bytes(event.args)) for event in found.events):
+    """Give the events of a list of prof.events() their categories. Raises TraceError for one that is not understood."""
+    if not event_list.is_one(found.events):
+        return
+    categorized = event_list.categorized(found.events)
+    if categorized is None:
         raise TraceError(
-            f"{path}: a trace of an Ascend NPU, as torch_npu writes it (trace_view.json), whose launches and kernels "
-            "read-trace does not know; open it in MindStudio Insight"
+            f"{path}: a list of prof.events() in which GPU activities cannot be distinguished from ops; "
+            "export the trace with prof.export_chrome_trace"
         )
+    found.events, defects.gpu = categorized
 
 
 def in_folder(folder: Path) -> list[Path]:
@@ -390,7 +385,9 @@ def _why_no_json(data: bytes, problem: Exception) -> str:
     text = data.decode(errors="replace")
     if not text.lstrip().startswith(("{", "[")):
         return "not text, so not a Chrome trace" if REPLACEMENT in text else f"not JSON ({problem})"
-    if getattr(problem, "pos", 0) >= len(text.rstrip()) or "Unterminated string" in str(problem):
+    if (
+        isinstance(problem, json.JSONDecodeError) and problem.pos >= len(problem.doc.rstrip())
+    ) or "Unterminated string" in str(problem):
         return "the file is cut short: its JSON ends in the middle, as where a program was killed while it wrote"
     return f"not JSON ({problem})"
 

@@ -9,8 +9,11 @@ import msgspec
 from tracereader.trace.decoded import REPLACEMENT
 
 LONGEST = 4000  # digits: Python converts no whole number that is much longer
-# A string up to its closing quote, or up to the end of a text that is cut short.
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+# A string's content and its closing quote, which a text that is cut short lacks. In the second kind of string, a
+# backslash before a quote that a comma or a bracket follows is the end of a path: "C:\logs\".
+_STRINGS = tuple(
+    re.compile(rf'"([^"\\]*(?:\\{inside}[^"\\]*)*)(\\?"?)', re.DOTALL) for inside in (".", r'(?!"\s*[,:\]}}]).')
+)
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _CONTROL = re.compile("[\x00-\x1f]")
 _NOT_A_NUMBER = decimal.Decimal("NaN")
@@ -52,31 +55,38 @@ def parsed(data: bytes) -> tuple[object, Defects]:
         defects.no_text = text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
     try:
         return _values(text), defects
-    except json.JSONDecodeError:
-        repaired = _repaired(text, defects)
-        if not defects.paths and not defects.controls:
-            raise
-    return _values(repaired), defects
+    except json.JSONDecodeError as problem:
+        why = problem
+        for strings in _STRINGS:
+            repaired = _repaired(text, strings, defects)
+            try:
+                return _values(repaired), defects
+            except json.JSONDecodeError as still:
+                why = why if strings is not _STRINGS[0] else still
+        raise why from None
 
 
-def _repaired(text: str, defects: Defects) -> str:
+def _repaired(text: str, strings: re.Pattern[str], defects: Defects) -> str:
     """Return the JSON with escaped backslashes and control characters in its strings, and count the repaired strings.
 
     A string with an illegal escape is a path that was written as it is. Its legal escapes are then no escapes, either:
     the t of C:\\Users\\temp. Strings without an illegal escape are valid JSON and stay as they are.
     """
+    defects.paths = defects.controls = 0
 
     def repaired(match: re.Match) -> str:
-        string = match[0]
+        string, end = match.groups()
+        if end == r"\"":
+            string, end = string + "\\", '"'
         if "\\" in string and any(len(one) == 1 for one in _ESCAPE.findall(string)):
             defects.paths += 1
-            string = _ESCAPE.sub(lambda one: one[0] if one[0] in (r"\"", r"\\") else "\\" + one[0], string)
+            string = _ESCAPE.sub(lambda one: one[0] if one[0] == r"\"" else one[0].replace("\\", r"\\"), string)
         if _CONTROL.search(string):
             defects.controls += 1
             string = _CONTROL.sub(lambda one: f"\\u{ord(one[0]):04x}", string)
-        return string
+        return f'"{string}{end}'
 
-    return _STRING.sub(repaired, text)
+    return strings.sub(repaired, text)
 
 
 def _values(text: str) -> object:

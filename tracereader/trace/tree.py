@@ -52,6 +52,7 @@ WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
 GRAPH_EDGE = 1 << 40
+NPU = b'"Ascend Hardware"'  # the name of a process
 _start = attrgetter("start")
 
 
@@ -158,6 +159,11 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
     ops += old_ops
+    if not work and any(event is not None and event.ph == "M" and NPU in bytes(event.args) for event in events):
+        raise TraceError(
+            f"{path}: a trace of an Ascend NPU, as torch_npu writes it (trace_view.json), whose launches and kernels "
+            "read-trace does not know; open it in MindStudio Insight"
+        )
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
             raise TraceError(
