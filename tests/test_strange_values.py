@@ -287,7 +287,19 @@ def test_a_file_of_mostly_unusable_times_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "number", ["1e99999999999999999999", "9" * 400, "9" * 5000, "-0", "1e-400", "true", "null", "NaN"]
+    "number",
+    [
+        "1e99999999999999999999",
+        "-1e9999999",
+        "1e-9999999",
+        "9" * 400,
+        "9" * 5000,
+        "-0",
+        "1e-400",
+        "true",
+        "null",
+        "NaN",
+    ],
 )
 @pytest.mark.parametrize("key", ["ts", "dur", "tid", "pid", "id", "correlation", "External id", "stream", "grid"])
 def test_numbers_of_any_size_are_read_or_left_out(tmp_path, capsys, data, key, number):

@@ -64,6 +64,11 @@ class Source(msgspec.Struct, frozen=True):
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
     warnings: tuple[TraceWarning, ...]
 
+    @property
+    def leaves_gpu_out(self) -> bool:
+        """Return whether GPU activities of the file are left out, so that nothing can be said about the GPU."""
+        return any(one.defects is not None and one.defects.gpu > 0 for one in self.warnings)
+
 
 def source(trace: Trace) -> Source:
     """Return the source of a trace."""

@@ -17,7 +17,8 @@ import msgspec
 
 from tracereader.trace import TraceError
 from tracereader.trace.decoded import decoded
-from tracereader.trace.document import LARGEST, json_of
+from tracereader.trace.document import json_of
+from tracereader.trace.lenient import LARGEST
 
 DEEPEST = 512  # levels of nested slices
 FIRST_LANE = 10**9  # the lowest number of a lane, above those of threads and of streams

@@ -35,7 +35,6 @@ DEFLATE_MOST = 1032  # to one, by the format
 BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 SHORTEST_OBJECT = 3  # bytes: {} and a comma
 EXACT = 2.0**43  # µs
-LARGEST = 1e16  # µs, beyond the time of any clock
 MISSING = -math.inf  # a value that JSON cannot contain
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {

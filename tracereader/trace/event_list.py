@@ -5,12 +5,12 @@ beside copies of the annotations around them, and each has an arrow ("s"). Versi
 process of their own.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from tracereader.trace.kernel_names import UNKNOWN, decode
+from tracereader.trace.lenient import is_time
 
 CPU, ARROW = "CPU functions", "cpu_to_"
 _FRAME = re.compile(r"nn\.Module: |<built-in |[^(]*\(\d+\): ")
@@ -56,12 +56,15 @@ def categorized(events: Sequence[Listed]) -> tuple[list[Listed], int] | None:
     if not of_gpu:
         return slices, 0
     left_out = {id(one) for one in of_gpu}
-    starts, ends = {_ns(one.ts) for one in of_gpu}, {_ns(one.ts + one.dur) for one in of_gpu}
-    # The copy of an annotation reaches from the start of a GPU activity to the end of one.
-    return [
-        one for one in slices
-        if id(one) not in left_out and not (_ns(one.ts) in starts and _ns(one.ts + one.dur) in ends)
-    ], len(of_gpu)  # fmt: skip
+    starts, ends = (set(times) for times in zip(*map(_bounds, of_gpu), strict=True))
+    kept = []
+    for one in slices:
+        start, end = _bounds(one)
+        # The copy of an annotation reaches from the start of a GPU activity to the end of one.
+        is_copy = start is not None and start in starts and end in ends
+        if id(one) not in left_out and not is_copy:
+            kept.append(one)
+    return kept, len(of_gpu)
 
 
 def _category(one: Listed) -> str:
@@ -76,5 +79,8 @@ def _is_of_gpu(one: Listed) -> bool:
     return one.name.startswith(("Memcpy ", "Memset ")) or decode(one.name).family != UNKNOWN
 
 
-def _ns(us: float) -> int | None:
-    return round(float(us) * 1000) if math.isfinite(us) else None
+def _bounds(one: Listed) -> tuple[int, int] | tuple[None, None]:
+    """Return a slice's start and end in ns; None for both if they are not usable."""
+    if not (is_time(one.ts) and is_time(one.dur)):
+        return None, None
+    return round(one.ts * 1000), round((one.ts + one.dur) * 1000)

@@ -2,12 +2,14 @@
 
 import decimal
 import json
+import math
 import re
 
 import msgspec
 
 from tracereader.trace.decoded import REPLACEMENT
 
+LARGEST = 1e16  # µs, beyond the time of any clock
 LONGEST = 4000  # digits: Python converts no whole number that is much longer
 # A string's content and its closing quote, which a text that is cut short lacks. In the second kind of string, a
 # backslash before a quote that a comma or a bracket follows is the end of a path: "C:\logs\".
@@ -91,6 +93,14 @@ def _repaired(text: str, strings: re.Pattern[str], defects: Defects) -> str:
 
 def _values(text: str) -> object:
     return json.loads(text, parse_float=_fraction, parse_int=_whole)
+
+
+def is_time(us: float | decimal.Decimal | None) -> bool:
+    """Return whether a time stamp or a duration is a number that a clock can show."""
+    if us is None:
+        return False
+    is_finite = us.is_finite() if type(us) is decimal.Decimal else math.isfinite(us)
+    return is_finite and -LARGEST < us < LARGEST  # abs() of a Decimal overflows
 
 
 def number(value: object) -> decimal.Decimal | None:

@@ -20,7 +20,6 @@ from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import (
     DEFAULT_LIMIT,
     KINDS,
-    LARGEST,
     MISSING,
     NO_SLICES,
     Document,
@@ -30,6 +29,7 @@ from tracereader.trace.document import (
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
+from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
 from tracereader.trace.slices import (
     Frame,
@@ -106,7 +106,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         if kind in made
     }
     # Only of a usable event, because the others are near it: a difference of doubles far apart is not exact.
-    zero = next((int(one.ts) for one in events if one.ph == "X" and _is_time(one.ts) and _is_length(one.dur)), 0)
+    zero = next((int(one.ts) for one in events if one.ph == "X" and is_time(one.ts) and _is_length(one.dur)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
             if event.cat == "fwdbwd":
@@ -129,7 +129,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         if not ts and (not dur or (not exact and dur == MISSING)):
             zeroed += 1  # nothing happens at time zero
             continue
-        if not (0 <= dur < LARGEST if not exact else _is_time(ts) and _is_length(dur)):
+        if not (0 <= dur < LARGEST if not exact else is_time(ts) and _is_length(dur)):
             unusable.append(number)
             continue
         # The difference of two doubles so near each other is exact: its product is off by less than half.
@@ -302,14 +302,8 @@ def _is_cpu(event: Event) -> bool:
     return not isinstance(args, dict) or str(args.get("labels", "CPU")).startswith("CPU")
 
 
-def _is_time(us: float | decimal.Decimal | None) -> bool:
-    if us is None:
-        return False
-    return (us.is_finite() if type(us) is decimal.Decimal else math.isfinite(us)) and abs(us) < LARGEST
-
-
 def _is_length(us: float | decimal.Decimal | None) -> bool:
-    return _is_time(us) and us >= 0
+    return is_time(us) and us >= 0
 
 
 def _nest(slices: list, crossing: Counter) -> list[Op]:
@@ -447,7 +441,7 @@ def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
         ends.setdefault((*one.track, one.end), []).append(one)
     sides: dict[str, dict] = {"s": {}, "f": {}}
     for edge in edges:
-        if edge.ph in sides and _is_time(edge.ts):
+        if edge.ph in sides and is_time(edge.ts):
             sides[edge.ph][edge.id] = (edge.pid, edge.tid, round((edge.ts - zero) * 1000))
     for number, at in sides["f"].items():
         before = ends.get(sides["s"].get(number), ())
@@ -489,7 +483,7 @@ def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
         named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
         device = int(named[1]) if named else event.pid
         args = decoded(event.args)
-        if type(device) is not int or not isinstance(args, dict) or not _is_time(event.ts):
+        if type(device) is not int or not isinstance(args, dict) or not is_time(event.ts):
             continue
         time = round((event.ts - zero) * 1000)
         for name, value in args.items():
@@ -506,7 +500,7 @@ def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:
     found = []
     for event in events:
         args = decoded(event.args)
-        if not isinstance(args, dict) or not _is_time(event.ts):
+        if not isinstance(args, dict) or not is_time(event.ts):
             continue
         size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
         if type(size) is type(total) is type(device) is int and abs(total) < 2**60:
@@ -519,7 +513,7 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     """Return the forward op of each backward op, both by thread and start, from autograd's flow events."""
     ends: dict[str, dict] = {"s": {}, "f": {}}
     for flow in flows:
-        if flow.ph in ends and flow.id is not None and _is_time(flow.ts):
+        if flow.ph in ends and flow.id is not None and is_time(flow.ts):
             ends[flow.ph][flow.id] = (flow.pid, flow.tid), round((flow.ts - zero) * 1000)
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
