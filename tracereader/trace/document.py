@@ -34,6 +34,7 @@ DEFLATE_MOST = 1032  # to one, by the format
 # and per byte.
 BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 SHORTEST_OBJECT = 3  # bytes: {} and a comma
+REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what strict decoding raises
 EXACT = 2.0**43  # µs
 MISSING = -math.inf  # a value that JSON cannot contain
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
@@ -127,20 +128,11 @@ def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere)
     data = json_of(path, limit)
     show(f"decoding {len(data) / 1e6:,.0f} MB of JSON")
     _require_memory(path, data, BYTES_PER_OBJECT)
-    exact, defects = False, Defects()
+    defects = Defects()
     try:
-        try:
-            found = _strict(data, _UsualEvent)
-        except msgspec.ValidationError:
-            try:
-                found = _strict(data, Event)
-            except msgspec.ValidationError:  # stamps may be numbers in a text, which a Decimal is read from
-                found, exact = _strict(data, ExactEvent), True
-        latest = 0.0 if exact else max([abs(event.ts) for event in found.events if event.ph == "X"], default=0.0)
-        if latest >= EXACT:  # or MISSING somewhere
-            found, exact = _strict(data, ExactEvent), True
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        (found, defects), exact = _any_json(path, data), True
+        found, exact = _decoded(data)
+    except REFUSED:
+        found, exact, defects = _repaired(path, data)
     if found.is_list:
         _name_the_list(path, found, defects)
     return Document(
@@ -154,6 +146,37 @@ def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere)
         host=decoded(found.host),
         shapes_recorded=f'"{SHAPES}"'.encode() in data,
     )
+
+
+def _decoded(data: bytes) -> tuple[_File, bool]:
+    """Return the file's members, and whether its stamps are decimals. Raises the errors in REFUSED."""
+    try:
+        found = _strict(data, _UsualEvent)
+    except msgspec.ValidationError:
+        try:
+            found = _strict(data, Event)
+        except msgspec.ValidationError:  # stamps may be numbers in a text, which a Decimal is read from
+            return _strict(data, ExactEvent), True
+    latest = max([abs(event.ts) for event in found.events if event.ph == "X"], default=0.0)
+    if latest >= EXACT:  # or MISSING somewhere
+        return _strict(data, ExactEvent), True
+    return found, False
+
+
+def _repaired(path: Path, data: bytes) -> tuple[_File, bool, Defects]:
+    """Return the members of a file that strict decoding refuses, as of _decoded(), and its defects."""
+    _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
+    why: list[Exception] = []
+    for text, defects in lenient.repairs(data):
+        if defects != Defects():
+            with contextlib.suppress(*REFUSED):
+                return *_decoded(text.encode(errors="surrogatepass")), defects
+        try:
+            return _any_json(path, text, defects), True, defects
+        except (ValueError, RecursionError) as problem:
+            why.append(problem)
+    # The second one is about the text with repaired strings.
+    raise TraceError(f"{path}: {foreign.text(path, data) or _why_no_json(data, why[1])}") from None
 
 
 def _strict(data: bytes, event: type[T]) -> _File[T]:
@@ -331,18 +354,18 @@ def _unpacked(path: Path, limit: int) -> bytes:
         return unzipped.read()
 
 
-def _any_json(path: Path, data: bytes) -> tuple[_File, Defects]:
-    """Return events and defects of JSON that strict decoding refuses: with NaN, or a name that is no string."""
-    _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
-    try:
-        found, defects = lenient.parsed(data)
-    except (ValueError, RecursionError) as problem:
-        raise TraceError(f"{path}: {foreign.text(path, data) or _why_no_json(data, problem)}") from None
+def _any_json(path: Path, text: str, defects: Defects) -> _File:
+    """Return events that strict decoding refuses: with NaN, or a name that is no string. Adds the events left out.
+
+    Raises ValueError, RecursionError for what is no JSON, and TraceError.
+    """
+    found = lenient.values(text)
     is_list = isinstance(found, list)
     found = {"traceEvents": found} if is_list else found
+    kind = foreign.text(path, text[: foreign.HEAD].encode(errors="replace"))
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         why = "JSON, but not a trace of PyTorch's profiler (it has no traceEvents)"
-        raise TraceError(f"{path}: {foreign.text(path, data) or why}")
+        raise TraceError(f"{path}: {kind or why}")
     events = []
     for event in found["traceEvents"]:
         if not isinstance(event, dict):
@@ -373,8 +396,8 @@ def _any_json(path: Path, data: bytes) -> tuple[_File, Defects]:
         )
     }
     if found["traceEvents"] and not events:
-        raise TraceError(f"{path}: {foreign.text(path, data) or 'JSON, but its events are no objects'}")
-    return _File(events=events, is_list=is_list, **beside), defects
+        raise TraceError(f"{path}: {kind or 'JSON, but its events are no objects'}")
+    return _File(events=events, is_list=is_list, **beside)
 
 
 def _why_no_json(data: bytes, problem: Exception) -> str:

@@ -4,6 +4,7 @@ import decimal
 import json
 import math
 import re
+from collections.abc import Iterator
 
 import msgspec
 
@@ -44,28 +45,18 @@ def as_utf8(data: bytes) -> bytes:
     return data
 
 
-def parsed(data: bytes) -> tuple[object, Defects]:
-    """Return the JSON's values and the defects of its text. Fractions are Decimals. Raises ValueError, RecursionError.
-
-    A number that no Decimal holds is NaN.
-    """
-    defects = Defects()
+def repairs(data: bytes) -> Iterator[tuple[str, Defects]]:
+    """Yield the text of JSON as it is, and then with its strings repaired in two ways; each with its defects."""
+    replaced = 0
     try:
         text = data.decode(errors="surrogatepass")
     except UnicodeDecodeError:
         text = data.decode(errors="replace")
-        defects.no_text = text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
-    try:
-        return _values(text), defects
-    except json.JSONDecodeError as problem:
-        why = problem
-        for strings in _STRINGS:
-            repaired = _repaired(text, strings, defects)
-            try:
-                return _values(repaired), defects
-            except json.JSONDecodeError as still:
-                why = why if strings is not _STRINGS[0] else still
-        raise why from None
+        replaced = text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
+    yield text, Defects(no_text=replaced)
+    for strings in _STRINGS:
+        defects = Defects(no_text=replaced)
+        yield _repaired(text, strings, defects), defects
 
 
 def _repaired(text: str, strings: re.Pattern[str], defects: Defects) -> str:
@@ -74,7 +65,6 @@ def _repaired(text: str, strings: re.Pattern[str], defects: Defects) -> str:
     A string with an illegal escape is a path that was written as it is. Its legal escapes are then no escapes, either:
     the t of C:\\Users\\temp. Strings without an illegal escape are valid JSON and stay as they are.
     """
-    defects.paths = defects.controls = 0
 
     def repaired(match: re.Match) -> str:
         string, end = match.groups()
@@ -91,7 +81,11 @@ def _repaired(text: str, strings: re.Pattern[str], defects: Defects) -> str:
     return strings.sub(repaired, text)
 
 
-def _values(text: str) -> object:
+def values(text: str) -> object:
+    """Return the JSON's values. Fractions are Decimals, and NaN if no Decimal holds them.
+
+    Raises ValueError, RecursionError.
+    """
     return json.loads(text, parse_float=_fraction, parse_int=_whole)
 
 
