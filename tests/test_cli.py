@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from tracereader import cli, expect
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
 from tracereader.findings.finding import Verdict
-from tracereader.trace import read
+from tracereader.trace import foreign, read
 
 SMALL = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
 
@@ -56,7 +57,7 @@ BAD_FILES = {
     "one event": json.dumps({"traceEvents": [event()]}).encode(),
     "events are no objects": b'{"traceEvents": [1, 2]}',
     "no dur": json.dumps({"traceEvents": [{k: v for k, v in event().items() if k != "dur"}] * 2}).encode(),
-    "string time stamps": json.dumps({"traceEvents": [event(ts="12"), event(ts="14")]}).encode(),
+    "texts as time stamps": json.dumps({"traceEvents": [event(ts="soon"), event(ts="later")]}).encode(),
     "NaN": json.dumps({"traceEvents": [event(ts=float("nan")), event()]}).encode(),
     "negative duration": json.dumps({"traceEvents": [event(dur=-1), event()]}).encode(),
     "all zeroed": json.dumps({"traceEvents": [event(ts=0, dur=0), event(ts=0, dur=0)]}).encode(),
@@ -83,6 +84,71 @@ def test_a_refusal_names_the_kind_of_file(tmp_path, capsys):
         (tmp_path / name).write_text(content)
     assert "the file is empty" in refused(capsys, tmp_path / "empty.json")
     assert f"the trace is the .json beside it, {tmp_path / 'run.json'}" in refused(capsys, tmp_path / "run.txt")
+
+
+XSPACE = b"\x0a\xb0\x20\x08\x01\x12\x0d/device:GPU:0"
+TABLE = (
+    b"-------  ------------  ------------\n   Name    Self CPU %      Self CPU\n-------  ------------  ------------\n"
+)
+# By name, the first bytes of a file of another kind, and words of the sentence on it.
+OTHERS = {
+    "pointer.json": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull"),
+    "pointer.json.gz": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull"),
+    "page.json": (b"\r\n<!DOCTYPE html>\n<html>", "an HTML page"),
+    "page.json.gz": (gzip.compress(b"<html><head>"), "an HTML page"),
+    "error.json": (b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code></Error>', "an XML document"),
+    "traces.tar": (b"a.json".ljust(257, b"\0") + b"ustar", "tar -xf"),
+    "traces.tar.gz": (gzip.compress(b"a.json".ljust(257, b"\0") + b"ustar"), "tar -xf"),
+    "traces.zip": (b"PK\x03\x04 a.json", "unzip"),
+    "model.pt": (b"PK\x03\x04\0\0archive/data.pkl", "torch.save"),
+    "report.nsys-rep": (b"anything", "nsys-ui"), "report.qdrep": (b"anything", "nsys-ui"),
+    "report.sqlite": (b"SQLite format 3\0", "SQLite"),
+    "report.json": (b'{"data": ["a"]}\n{"Type": 80, "CudaEvent": {"startNs": "1"}}', "nsys"),
+    "report.ncu-rep": (b"NVR\0", "ncu --import"), "report.bin": (b"NVR\0", "ncu --import"),
+    "host.xplane.pb": (XSPACE, "TensorBoard"), "host.pb": (XSPACE, "TensorBoard"),
+    "snapshot.pickle": (pickle.dumps({"segments": [], "device_traces": []}), "memory_viz"),
+    "older.pickle": (pickle.dumps({"segments": [], "device_traces": []}, protocol=2), "memory_viz"),
+    "other.pickle": (pickle.dumps([1, 2]), "pickle"),
+    "timeline.html": (b'<html>\n<head><meta charset="utf-8" /><title>GPU Memory Timeline HTML', "memory timeline"),
+    "timeline.json": (b"[[1, 2], [[0, 1], [3, 4]]]", "export_memory_timeline"),
+    "raw.json.gz": (gzip.compress(b'[[-1, "PREEXISTING", 3, 4], [1, "CREATE", 3, 4]]'), "export_memory_timeline"),
+    "table.txt": (TABLE, "profiler's table"), "table_of_a_script.txt": (b"run 7a\n" + TABLE, "profiler's table"),
+    "stacks.txt": (b"a.py(1): f;b.py(2): g 120\n", "export_stacks"),
+    "et.json": (b'{"schema": "1.1.1-chakra.0.0.4", "pid": 1, "nodes": []}', "ExecutionTraceObserver"),
+    "npu.json": (
+        b'[{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "Ascend Hardware"}},'
+        b' {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 2, "tid": 1, "ts": "1", "dur": "2"}]', "MindStudio",
+    ),
+    "cut.json": (b'{"traceEvents": [{"ph": "X", "name": "a"},', "cut short"),
+    "cut_on_windows.json": (rb'{"traceName": "C:\Users", "traceEvents": [{"ph": "X", "name": "a"', "cut short"),
+    "cut_in_a_path.json": (rb'{"traceEvents": [{"ph": "X", "name": "C:\Users\me', "cut short"),
+    "spaces.json": (b" \n ", "the file is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_kind_is_named(tmp_path, capsys, name):
+    content, says = OTHERS[name]
+    (tmp_path / name).write_bytes(content)
+    said = refused(capsys, tmp_path / name)
+    assert said.startswith(f"read-trace: {tmp_path / name}: ") and says in said and "the trace is the" not in said
+    if says not in ("cut short", "MindStudio"):
+        trace = tmp_path / f"{name.removesuffix('.gz').rpartition('.')[0]}.pt.trace.json.gz"
+        trace.write_bytes(SMALL.read_bytes())
+        assert f"the trace is the .pt.trace.json.gz beside it, {trace}" in refused(capsys, tmp_path / name)
+
+
+def test_a_folder_without_traces_names_a_file_that_it_knows(tmp_path, capsys):
+    (tmp_path / "notes.md").write_text("notes")
+    (tmp_path / "report.nsys-rep").write_bytes(b"anything")
+    said = refused(capsys, tmp_path)
+    assert "there is no trace in this folder" in said and "report.nsys-rep is a report of Nsight Systems" in said
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/traces/**/*.gz")), ids=lambda path: path.name)
+def test_no_trace_is_taken_for_another_kind_of_file(path):
+    head = gzip.decompress(path.read_bytes())[: foreign.HEAD]
+    assert foreign.binary(path, head) is None and foreign.text(path, head) is None
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)

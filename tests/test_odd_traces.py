@@ -1,10 +1,13 @@
 """Traces that are odd but valid: annotations on several threads, steps of no length, a device without a number."""
 
+import gzip
 import json
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from raw_events import event
 from test_later_workloads import edited
 
@@ -422,3 +425,85 @@ def test_steps_that_cut_an_optimizer_and_activities_of_no_length_are_read(tmp_pa
     path = Path(__file__).resolve().parent / f"traces/h100/graphs/{name}.json.gz"
     assert cli.main([str(edited(path, tmp_path, edit))]) == 0
     assert "3 steps of" in capsys.readouterr().out
+
+
+# The list of events that prof.events() exports.
+
+LISTED = Path(__file__).resolve().parent / "traces/event_list"  # of one recording on an H100: the list, and the trace
+
+
+def test_the_list_of_a_cpus_events_has_the_times_of_the_trace(tmp_path):
+    model, data = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(4, 8)
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as prof:
+        for _ in range(4):
+            with torch.profiler.record_function("forward"):
+                model(data).sum().backward()
+            prof.step()
+    prof.events().export_chrome_trace(str(tmp_path / "list.json"))
+    prof.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert json.loads((tmp_path / "list.json").read_text())[0]["pid"] == "CPU functions"
+    found, expected = (read(tmp_path / name) for name in ("list.json", "trace.json"))
+    assert [step.name for step in found.steps] == [step.name for step in expected.steps]
+    # torch leaves ops out of the list whose only parent is of the same name.
+    for step, other in zip(found.steps, expected.steps, strict=True):
+        times = Counter((op.name, op.dur) for op in other.walk())
+        assert step.size > 20 and not Counter((op.name, op.dur) for op in step.walk()) - times
+    summary = summarize(found)
+    assert not summary.source.devices and not summary.source.warnings and summary.cpu.ops["aten::addmm"]
+
+
+def test_a_list_with_gpu_activities_says_nothing_about_the_gpu(capsys):
+    """The GPU's activities and copies of annotations stand on the threads of the CPU, without stream and launch."""
+    found, expected = read(LISTED / "events.json.gz"), read(LISTED / "trace.json.gz")
+    assert not found.work and len(expected.work) == 38
+    for step, other in zip(found.steps, expected.steps, strict=True):
+        assert (step.name, step.dur if hasattr(step, "dur") else step.us) == (
+            other.name,
+            pytest.approx(other.us, abs=0.002),
+        )
+        kept = Counter(op.name for op in step.walk())
+        assert not kept - Counter(op.name for op in other.walk()) and kept["cudaLaunchKernel"] > 5
+    assert cli.main([str(LISTED / "events.json.gz")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "38 GPU activities are left out, because only prof.export_chrome_trace writes their streams and launches"
+        in said
+    )
+    assert (
+        said.startswith("GPU activities left out · 2 steps")
+        and "GPU-bound" not in said
+        and "idle" not in said.split("warning")[0]
+    )
+
+
+@pytest.mark.parametrize("change", ["no arrows", "another kernel"])
+def test_a_list_whose_gpu_activities_cannot_be_distinguished_is_refused(tmp_path, capsys, change):
+    events = json.loads(gzip.decompress((LISTED / "events.json.gz").read_bytes()))
+    if change == "no arrows":
+        events = [one for one in events if one["ph"] == "X"]
+    else:
+        next(one for one in events if one["name"].startswith("Memcpy"))["name"] = "of_no_known_kind"
+    (tmp_path / "list.json").write_text(json.dumps(events))
+    assert cli.main([str(tmp_path / "list.json")]) == 2
+    said = capsys.readouterr().err
+    assert "export the trace with prof.export_chrome_trace" in said and said.count("\n") == 1
+
+
+def test_the_events_alone_are_a_trace(written, tmp_path, capsys):
+    events = [event("aten::add", "cpu_op", 0, 10), *launched(2, 1)]
+    (tmp_path / "list.json").write_text(json.dumps(events))
+    whole, alone = read(written(*events)), read(tmp_path / "list.json")
+    assert [[(one.name, one.start, one.dur) for one in trace.work] for trace in (whole, alone)] == [
+        [("k", 5000, 10000)]
+    ] * 2
+
+
+def test_a_list_with_unusable_times_is_read(tmp_path, capsys):
+    events = json.loads(gzip.decompress((LISTED / "events.json.gz").read_bytes()))
+    slices = [one for one in events if one["ph"] == "X"]
+    del slices[5]["dur"]
+    slices[20]["ts"] = next(one for one in slices if one["name"].startswith("Memcpy"))["dur"] = None
+    (tmp_path / "list.json").write_text(json.dumps(events))
+    assert cli.main([str(tmp_path / "list.json")]) == 0
+    assert "2 events without a usable time stamp and duration are left out" in " ".join(capsys.readouterr().out.split())

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import struct
+import time
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -240,3 +241,19 @@ def test_no_bytes_break_the_reader(data):
             json.loads(pftrace.as_json(head + data, 10**7))
         except pftrace.Broken as problem:
             assert "\n" not in str(problem)
+
+
+def test_many_equal_arguments_take_time_in_proportion():
+    """Arguments with the thread of a forward op, and none with a sequence number."""
+    names = packet(
+        (10, 1), (12, message((1, message((1, 7), (2, "cpu_op"))), (3, message((1, 9), (2, "Fwd thread id")))))
+    )
+
+    def seconds(count):
+        op = message((9, 1), (11, 5), (3, 7), (10, 1), *[(4, message((1, 9), (4, 1)))] * count)
+        ends = packet((8, 1600), (10, 1), (11, message((9, 2), (11, 5))))
+        before = time.process_time()
+        pftrace.as_json(HEAD + TRACK + TABLE + names + packet((8, 1500), (10, 1), (11, op)) + ends, 10**9)
+        return time.process_time() - before
+
+    assert seconds(32_000) < 20 * max(0.05, seconds(4_000))  # 64 times as long, if it were quadratic

@@ -561,10 +561,10 @@ def test_hostile_files_among_ranks_are_named(server, capsys):
     assert why.keys() == {f"fsdp_rank{number}.json.gz" for number in range(2, 6)}
     assert why["fsdp_rank2.json.gz"] == "cannot be read (the server ended its answer too early)"
     assert why["fsdp_rank3.json.gz"].startswith("broken gzip")
-    assert why["fsdp_rank4.json.gz"].startswith("not JSON")
+    assert why["fsdp_rank4.json.gz"].startswith("an HTML page")
     assert why["fsdp_rank5.json.gz"] == "cannot be read (the server answered 500 Internal Server Error)"
     said = printed(capsys, server.url("fsdp_rank*.json.gz"), "--ranks", "--only", "short")
-    assert f"note left out: {server.url('fsdp_rank4.json.gz')}: not JSON" in said
+    assert f"note left out: {server.url('fsdp_rank4.json.gz')}: an HTML page" in said
 
 
 # What is kept from the world.

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from tracereader.trace.kernel_names import LOOKED_AT
 from tracereader.trace.types import (
     BYTES_BY_CODE,
     Inputs,
@@ -230,6 +231,7 @@ def _cat(dims: list, kernel: str) -> int | None:
     shapes = dims[0] if dims and isinstance(dims[0], list) else []
     if not shapes or not all(one and is_shape(one) for one in shapes):
         return None
+    kernel = kernel[:LOOKED_AT]
     opaque = re.search(r"OpaqueType<(\d{1,2})u?>", kernel)
     named = re.search(r"CatArrayBatchedCopy\w*<((?:unsigned )?[\w:]+(?:<\w+>)?)[,>]", kernel)
     dtype = dtype_of(named[1]) if named else None

@@ -12,6 +12,7 @@ from tracereader.trace import Op, Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import is_phase, is_torchs_own
+from tracereader.trace.lenient import Defects
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
@@ -21,19 +22,20 @@ LEAST_LEAD_NS = 1_000
 class TraceWarning(msgspec.Struct, frozen=True):
     """A defect of the trace itself.
 
-    name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names; table_of_another_run,
-    a file's name; category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the
-    files of a trace without CUDA graphs; no_order, no_capture_fits and captures_differ, `count` CUDA graph launches
-    that these files do not describe (see capture.tie); no_gpu_records, though the CPU launched something; no_launch, of
-    `count` GPU activities that take `us` µs in sum; launched_before, the same if they precede all launched activities
-    of their streams; starts_before_launch, of `count` GPU activities, at most `us` µs
-    before their launch calls.
+    name: zero_times, of `count` events; defects, with those of the file; overlapping_slices, `count` with the most
+    frequent names; table_of_another_run, a file's name; category_left_out and category_taken_for_work, `count` slices
+    of one category; captures_not_used, the files of a trace without CUDA graphs; no_order, no_capture_fits and
+    captures_differ, `count` CUDA graph launches that these files do not describe (see capture.tie); no_gpu_records,
+    though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum; launched_before,
+    the same if they precede all launched activities of their streams; starts_before_launch, of `count` GPU activities,
+    at most `us` µs before their launch calls.
     """
 
     name: str
     count: int = 0
     names: tuple[str, ...] = ()
     us: float | None = None
+    defects: Defects | None = None
 
 
 class Calls(msgspec.Struct, frozen=True):
@@ -61,6 +63,11 @@ class Source(msgspec.Struct, frozen=True):
     shapes_recorded: bool
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
     warnings: tuple[TraceWarning, ...]
+
+    @property
+    def leaves_gpu_out(self) -> bool:
+        """Return whether GPU activities of the file are left out, so that nothing can be said about the GPU."""
+        return any(one.defects is not None and one.defects.gpu > 0 for one in self.warnings)
 
 
 def source(trace: Trace) -> Source:
@@ -130,6 +137,8 @@ def _peak_bytes(trace: Trace) -> int | None:
 def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     if trace.zeroed:
         yield TraceWarning("zero_times", trace.zeroed)
+    if trace.defects != Defects():
+        yield TraceWarning("defects", defects=trace.defects)
     if trace.crossing:
         names = tuple(name for name, _ in trace.crossing.most_common(3))
         yield TraceWarning("overlapping_slices", trace.crossing.total(), names)
@@ -139,7 +148,7 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         for category, count in some.most_common(3):
             yield TraceWarning(name, count, (category,))
     yield from _captures_that_fit_nothing(trace)
-    if not trace.work and _launches(trace):
+    if not trace.work and not trace.defects.gpu and _launches(trace):
         yield TraceWarning("no_gpu_records")
     if unlaunched := [one for one in trace.work if one.launch is None]:
         first: dict[tuple, int] = {}  # by stream, the start of its first launched activity

@@ -10,7 +10,8 @@ from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.show.tracks import on_lanes
 from tracereader.trace import TraceError
 from tracereader.trace.decoded import decoded
-from tracereader.trace.document import LARGEST, json_of
+from tracereader.trace.document import json_of
+from tracereader.trace.lenient import LARGEST
 
 # The distance between the process numbers of two ranks. Perfetto lists processes in this order.
 APART = 1000

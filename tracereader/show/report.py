@@ -226,6 +226,8 @@ def _redundant(summary: Summary) -> set[str]:
 def _header(out: Console, summary: Summary, view: View) -> None:
     """Print what was recorded: the device, the rank, the steps, and the number of kernels per step."""
     nothing = "no GPU activity recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
+    if summary.source.leaves_gpu_out:
+        nothing = "GPU activities left out"
     if summary.waits_for == "capture":
         nothing = "no GPU activity"  # a capture runs nothing
     words = [", ".join(dict.fromkeys(summary.source.devices)) or nothing]

@@ -17,7 +17,8 @@ import msgspec
 
 from tracereader.trace import TraceError
 from tracereader.trace.decoded import decoded
-from tracereader.trace.document import LARGEST, json_of
+from tracereader.trace.document import json_of
+from tracereader.trace.lenient import LARGEST
 
 DEEPEST = 512  # levels of nested slices
 FIRST_LANE = 10**9  # the lowest number of a lane, above those of threads and of streams
@@ -48,7 +49,7 @@ def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
     try:
         found = _file.decode(json_of(path, limit))
         events, moved = on_lanes(found["traceEvents"])
-    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError):
+    except (ValueError, KeyError, RecursionError):  # msgspec's errors are ValueErrors
         raise TraceError(f"{path}: cannot be copied for Perfetto (its events cannot be read as text)") from None
     members = (msgspec.json.encode(key) + b":" + raw for key, raw in (found | {"traceEvents": events}).items())
     return b"{" + b",\n".join(members) + b"}", moved

@@ -3,6 +3,7 @@
 from tracereader.figures import Summary
 from tracereader.figures.source import TraceWarning
 from tracereader.findings.finding import activities, counted, duration
+from tracereader.trace.lenient import Defects
 
 
 def of(summary: Summary) -> list[str]:
@@ -17,6 +18,8 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
     match one.name:
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
+        case "defects":
+            return _defects(one.defects)
         case "overlapping_slices":
             several = one.count > 1
             return (
@@ -66,3 +69,19 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
                 f"{duration(one.us)}: launch latencies and idle times by cause are wrong by about that"
             )
     raise ValueError(one.name)
+
+
+def _defects(found: Defects) -> str:
+    """Return a sentence on what is left out of a file, or replaced in it."""
+    said = (
+        (found.events, "{:,} event without a usable time stamp and duration is left out",
+         "{:,} events without a usable time stamp and duration are left out"),
+        (found.paths, "{:,} text has unescaped backslashes", "{:,} texts have unescaped backslashes"),
+        (found.controls, "{:,} text has raw control characters", "{:,} texts have raw control characters"),
+        (found.no_text, "{:,} place is not valid text (U+FFFD stands for it)",
+         "{:,} places are not valid text (U+FFFD stands for them)"),
+        (found.gpu, "{:,} GPU activity is left out, because only prof.export_chrome_trace writes its stream and launch",
+         "{:,} GPU activities are left out, because only prof.export_chrome_trace writes their streams and launches"),
+    )  # fmt: skip
+    parts = [(one if count == 1 else several).format(count) for count, one, several in said if count]
+    return f"in the file, {'; '.join(parts)}"

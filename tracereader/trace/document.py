@@ -22,9 +22,10 @@ import msgspec
 from tracereader import progress
 from tracereader.command import NONE_IN_FOLDER, is_trace, is_url
 from tracereader.machine import free_memory
-from tracereader.trace import pftrace
-from tracereader.trace.decoded import decoded, printable_text
+from tracereader.trace import event_list, foreign, lenient, pftrace
+from tracereader.trace.decoded import REPLACEMENT, decoded, printable_text
 from tracereader.trace.facts import RunFacts, run_facts
+from tracereader.trace.lenient import Defects
 from tracereader.trace.types import SHAPES
 
 DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON
@@ -33,8 +34,8 @@ DEFLATE_MOST = 1032  # to one, by the format
 # and per byte.
 BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 SHORTEST_OBJECT = 3  # bytes: {} and a comma
+REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what strict decoding raises
 EXACT = 2.0**43  # µs
-LARGEST = 1e16  # µs, beyond the time of any clock
 MISSING = -math.inf  # a value that JSON cannot contain
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -60,11 +61,6 @@ KINDS = {
 NO_SLICES = ("", "ac2g", "fwdbwd", "cpu_instant_event", "Trace")
 # The phases of Chrome's events that the profiler and Perfetto write.
 PHASES = ("X", "s", "t", "f", "M", "i", "I", "C", "B", "E", "b", "n", "e")
-# The first bytes of packed files that are not supported, with the format's name and the command that unpacks them.
-PACKED = {
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"), b"PK\x03\x04": ("zip", "unzip"), b"\xfd7zX": ("xz", "xz -d"),
-    b"BZh": ("bzip2", "bzip2 -d"),
-}  # fmt: skip
 T = TypeVar("T")
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.+", re.S)  # Path writes one slash
 
@@ -109,6 +105,7 @@ class _File(msgspec.Struct, Generic[T]):
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
     base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=msgspec.Raw(b"null"))
     host: msgspec.Raw = msgspec.field(name="host_name", default=msgspec.Raw(b"null"))
+    is_list: bool = False  # whether the file is only the list of the events
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -116,6 +113,7 @@ class Document(msgspec.Struct, frozen=True):
 
     events: list[Event]
     exact: bool
+    defects: Defects
     device_properties: object
     facts: RunFacts
     distributed: object
@@ -130,20 +128,17 @@ def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere)
     data = json_of(path, limit)
     show(f"decoding {len(data) / 1e6:,.0f} MB of JSON")
     _require_memory(path, data, BYTES_PER_OBJECT)
-    exact = False
+    defects = Defects()
     try:
-        try:
-            found = msgspec.json.decode(data, type=_File[_UsualEvent])
-        except msgspec.ValidationError:
-            found = msgspec.json.decode(data, type=_File[Event])
-        latest = max([abs(event.ts) for event in found.events if event.ph == "X"], default=0.0)
-        if latest >= EXACT:  # or MISSING somewhere
-            found, exact = msgspec.json.decode(data, type=_File[ExactEvent]), True
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found, exact = _any_json(path, data), True
+        found, exact = _decoded(data)
+    except REFUSED:
+        found, exact, defects = _repaired(path, data)
+    if found.is_list:
+        _name_the_list(path, found, defects)
     return Document(
         events=found.events,
         exact=exact,
+        defects=defects,
         device_properties=decoded(found.device_properties),
         facts=run_facts(decoded(found.lesson), decoded(found.unprofiled)),
         distributed=decoded(found.distributed),
@@ -153,6 +148,57 @@ def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere)
     )
 
 
+def _decoded(data: bytes) -> tuple[_File, bool]:
+    """Return the file's members, and whether its stamps are decimals. Raises the errors in REFUSED."""
+    try:
+        found = _strict(data, _UsualEvent)
+    except msgspec.ValidationError:
+        try:
+            found = _strict(data, Event)
+        except msgspec.ValidationError:  # stamps may be numbers in a text, which a Decimal is read from
+            return _strict(data, ExactEvent), True
+    latest = max([abs(event.ts) for event in found.events if event.ph == "X"], default=0.0)
+    if latest >= EXACT:  # or MISSING somewhere
+        return _strict(data, ExactEvent), True
+    return found, False
+
+
+def _repaired(path: Path, data: bytes) -> tuple[_File, bool, Defects]:
+    """Return the members of a file that strict decoding refuses, as of _decoded(), and its defects."""
+    _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
+    why: list[Exception] = []
+    for text, defects in lenient.repairs(data):
+        if defects != Defects():
+            with contextlib.suppress(*REFUSED):
+                return *_decoded(text.encode(errors="surrogatepass")), defects
+        try:
+            return _any_json(path, text, defects), True, defects
+        except (ValueError, RecursionError) as problem:
+            why.append(problem)
+    # The second one is about the text with repaired strings.
+    raise TraceError(f"{path}: {foreign.text(path, data) or _why_no_json(data, why[1])}") from None
+
+
+def _strict(data: bytes, event: type[T]) -> _File[T]:
+    """Return the members of a trace, or the events of one that is only their list. Raises msgspec's errors."""
+    if data[:64].lstrip().startswith(b"["):
+        return _File(events=msgspec.json.decode(data, type=list[event]), is_list=True)
+    return msgspec.json.decode(data, type=_File[event])
+
+
+def _name_the_list(path: Path, found: _File, defects: Defects) -> None:
+    """Give the events of a list of prof.events() their categories. Raises TraceError for one that is not understood."""
+    if not event_list.is_one(found.events):
+        return
+    categorized = event_list.categorized(found.events)
+    if categorized is None:
+        raise TraceError(
+            f"{path}: a list of prof.events() in which GPU activities cannot be distinguished from ops; "
+            "export the trace with prof.export_chrome_trace"
+        )
+    found.events, defects.gpu = categorized
+
+
 def in_folder(folder: Path) -> list[Path]:
     """Return the traces in a folder, in the order of their names. Raises TraceError if it has none."""
     with _refusals(folder):
@@ -160,7 +206,7 @@ def in_folder(folder: Path) -> list[Path]:
     if not found:
         below = any(is_trace(one.name) for one in folder.glob("*/*"))
         hint = "; its folders have some: name these, with --ranks if they are of one job" if below else ""
-        raise TraceError(f"{folder}: {NONE_IN_FOLDER}{hint}")
+        raise TraceError(f"{folder}: {NONE_IN_FOLDER}{hint or foreign.in_folder(folder)}")
     return found
 
 
@@ -215,7 +261,7 @@ def size_of(path: Path) -> tuple[int | None, bool]:
 
 def refuse_at_once(path: Path) -> None:
     """Raise TraceError if the file's name or first bytes show that it cannot be read."""
-    with _refusals(path), _opened_plain(path, 4, whole=False):
+    with _refusals(path), _opened_plain(path, foreign.HEAD, whole=False):
         pass
 
 
@@ -223,8 +269,10 @@ def json_of(path: Path, limit: int) -> bytes:
     """Return the file's JSON, unpacked. A trace in Perfetto's format is converted to JSON. Raises TraceError."""
     with _refusals(path):
         data = _unpacked(path, limit)
+        if not pftrace.is_one(data):
+            return lenient.as_utf8(data)
         # While the events are joined, their JSON is in memory twice.
-        return pftrace.as_json(data, min(limit, (free_memory() or 2 * limit) // 2)) if pftrace.is_one(data) else data
+        return pftrace.as_json(data, min(limit, (free_memory() or 2 * limit) // 2))
 
 
 @contextlib.contextmanager
@@ -277,12 +325,9 @@ def _opened_plain(path: Path, most: int, whole: bool = True) -> Iterator[tuple[B
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise TraceError(f"{path}: not a regular file")
-        begins = file.read(4)
-        for start, (name, unpack) in PACKED.items():
-            if begins.startswith(start):
-                raise TraceError(
-                    f"{path}: compressed with {name}, and only gzip can be read; uncompress it first: {unpack} {path}"
-                )
+        begins = file.read(foreign.HEAD)
+        if said := foreign.binary(path, begins):
+            raise TraceError(f"{path}: {said}")
         file.seek(0)
         yield file, status.st_size, begins.startswith(b"\x1f\x8b")
 
@@ -309,26 +354,23 @@ def _unpacked(path: Path, limit: int) -> bytes:
         return unzipped.read()
 
 
-def _any_json(path: Path, data: bytes) -> _File:
-    """Return events that only json accepts: with NaN, a string for a number, or a name that is no string."""
-    _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
-    try:
-        found = json.loads(data, parse_float=decimal.Decimal)
-    except UnicodeDecodeError:
-        raise TraceError(f"{path}: not text, so not a Chrome trace") from None
-    except (ValueError, RecursionError) as problem:
-        if not data.strip():
-            raise TraceError(f"{path}: the file is empty") from None
-        trace = path.with_suffix(".json")
-        if path.suffix == ".txt" and trace.is_file():
-            raise TraceError(f"{path}: the profiler's table; the trace is the .json beside it, {trace}") from None
-        raise TraceError(f"{path}: not JSON ({problem})") from None
+def _any_json(path: Path, text: str, defects: Defects) -> _File:
+    """Return events that strict decoding refuses: with NaN, or a name that is no string. Adds the events left out.
+
+    Raises ValueError, RecursionError for what is no JSON, and TraceError.
+    """
+    found = lenient.values(text)
+    is_list = isinstance(found, list)
+    found = {"traceEvents": found} if is_list else found
+    kind = foreign.text(path, text[: foreign.HEAD].encode(errors="replace"))
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
-        raise TraceError(f"{path}: JSON, but not a trace of PyTorch's profiler (it has no traceEvents)")
+        why = "JSON, but not a trace of PyTorch's profiler (it has no traceEvents)"
+        raise TraceError(f"{path}: {kind or why}")
     events = []
-    for number, event in enumerate(found["traceEvents"], 1):
+    for event in found["traceEvents"]:
         if not isinstance(event, dict):
-            raise TraceError(f"{path}: event {number} is not an object")
+            defects.events += 1
+            continue
         events.append(
             ExactEvent(
                 ph=_text(event.get("ph")),
@@ -336,8 +378,8 @@ def _any_json(path: Path, data: bytes) -> _File:
                 name=_text(event.get("name", "")),
                 pid=_plain(event.get("pid")),
                 tid=_plain(event.get("tid")),
-                ts=_number(event.get("ts")),
-                dur=_number(event.get("dur")),
+                ts=lenient.number(event.get("ts")),
+                dur=lenient.number(event.get("dur")),
                 args=_raw(event.get("args")),
                 id=_plain(event.get("id")),
             )
@@ -353,7 +395,23 @@ def _any_json(path: Path, data: bytes) -> _File:
             ("host", "host_name"),
         )
     }
-    return _File(events=events, **beside)
+    if found["traceEvents"] and not events:
+        raise TraceError(f"{path}: {kind or 'JSON, but its events are no objects'}")
+    return _File(events=events, is_list=is_list, **beside)
+
+
+def _why_no_json(data: bytes, problem: Exception) -> str:
+    """Return why bytes that no format begins with are no JSON either."""
+    if isinstance(problem, RecursionError):
+        return "its JSON is nested too deeply"
+    text = data.decode(errors="replace")
+    if not text.lstrip().startswith(("{", "[")):
+        return "not text, so not a Chrome trace" if REPLACEMENT in text else f"not JSON ({problem})"
+    if (
+        isinstance(problem, json.JSONDecodeError) and problem.pos >= len(problem.doc.rstrip())
+    ) or "Unterminated string" in str(problem):
+        return "the file is cut short: its JSON ends in the middle, as where a program was killed while it wrote"
+    return f"not JSON ({problem})"
 
 
 def _raw(value: object) -> msgspec.Raw:
@@ -369,11 +427,3 @@ def _text(value: object) -> str:
 
 def _plain(value: object) -> int | str:
     return value if type(value) is int else _text(value)
-
-
-def _number(value: object) -> decimal.Decimal | None:
-    """Return a number; None for a missing value, NaN for a value that is no number."""
-    if value is None:
-        return None
-    # bool is an int, and JSON as Python reads it has NaN and Infinity.
-    return decimal.Decimal(value) if type(value) in (int, decimal.Decimal) else decimal.Decimal("NaN")

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from tracereader.trace.kernel_names import EPILOGUE, JOBS, UNKNOWN, KernelName, decode, job_of
+from tracereader.trace.kernel_names import EPILOGUE, JOBS, LOOKED_AT, UNKNOWN, KernelName, decode, job_of
 from tracereader.trace.slices import Work
 
 # Kernels of these makers are named for the very operation that they compute, whatever op launched them.
@@ -113,7 +113,7 @@ def _ops_around(work: Work) -> Iterator[str]:
 @functools.lru_cache(maxsize=100_000)
 def of_op(op: str) -> str:
     """The family of what an op of this name computes; "" if the name does not say."""
-    op = op.removeprefix(AUTOGRADS)
+    op = op.removeprefix(AUTOGRADS)[:LOOKED_AT]
     for pattern, family in TORCHS:
         if pattern.search(op):
             return family

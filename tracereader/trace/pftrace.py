@@ -49,7 +49,8 @@ _SLICE = re.compile(
     re.DOTALL,
 )
 _FIRST = re.compile(rb"\x0a%b[\x32\x40\x50\x5a\x62\x68\xe2]" % _VARINT, re.DOTALL)
-_NUMBERED = re.compile(rb'"Fwd thread id":(\d+),.*"Sequence number":(\d+)', re.DOTALL)
+# Two expressions, because one with anything between them is quadratic in the number of equal arguments.
+_FORWARD, _SEQUENCE = re.compile(rb'"Fwd thread id":(\d+),'), re.compile(rb'"Sequence number":(\d+)')
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 _LANE = re.compile(r"\[0*(\d{1,18})\] (.*)", re.DOTALL)
 _encoded = msgspec.json.Encoder().encode
@@ -344,8 +345,8 @@ class _Reader:
             head = head.replace(b'"cat":""', b'"cat":%b' % _quoted(usual), 1)
         args = self._args(fields)
         self._x(head, place, start, time - start, args)
-        if of_autograd and (found := _NUMBERED.search(args)):
-            self.ops.append((start, int(found[1]), int(found[2]), place))
+        if of_autograd and (thread := _FORWARD.search(args)) and (numbers := _SEQUENCE.findall(args, thread.end())):
+            self.ops.append((start, int(thread[1]), int(numbers[-1]), place))
 
     def _head(self, name: int, category: int) -> tuple[bytes, bool]:
         """Return the begin of a slice's JSON, and whether it may be an op that autograd numbers."""

@@ -18,6 +18,7 @@ import msgspec
 from tracereader.trace.decoded import decoded
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import LOADER, OPTIMIZERS, STEP, annotation_of
+from tracereader.trace.lenient import Defects
 from tracereader.trace.types import Inputs, inputs_of
 
 # In the names of a kernel's phases.
@@ -472,6 +473,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     rank: Rank | None
     has_shapes: bool
     zeroed: int
+    defects: Defects  # of the file: what is left out or replaced
     crossing: Counter  # slices that overlap another of their track without nesting, by name
     not_known: Counter  # slices on a device, of categories that this reader does not know, left out
     taken: Counter  # the same of a trace without any known work: taken for the device's work

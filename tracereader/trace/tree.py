@@ -20,7 +20,6 @@ from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import (
     DEFAULT_LIMIT,
     KINDS,
-    LARGEST,
     MISSING,
     NO_SLICES,
     Document,
@@ -30,6 +29,7 @@ from tracereader.trace.document import (
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
+from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
 from tracereader.trace.quality import clip, quality_of
 from tracereader.trace.slices import (
@@ -53,6 +53,7 @@ WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
 GRAPH_EDGE = 1 << 40
+NPU = b'"Ascend Hardware"'  # the name of a process
 _start = attrgetter("start")
 
 
@@ -85,6 +86,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
+    unusable: list[int] = []  # the places of the events without usable times
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
     made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
@@ -104,7 +106,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         for cat, kind in kinds.items()
         if kind in made
     }
-    zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
+    # Only of a usable event, because the others are near it: a difference of doubles far apart is not exact.
+    zero = next((int(one.ts) for one in events if one.ph == "X" and is_time(one.ts) and _is_length(one.dur)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
             if event.cat == "fwdbwd":
@@ -124,12 +127,12 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
             continue
         kind, make, into, is_plain = known
         ts, dur = event.ts, event.dur
-        if not ts and (not dur or dur == MISSING):
+        if not ts and (not dur or (not exact and dur == MISSING)):
             zeroed += 1  # nothing happens at time zero
             continue
-        if (exact and not (_is_time(ts) and _is_time(dur))) or not 0 <= dur < LARGEST:
-            what = "time stamp" if exact and not _is_time(ts) else "duration"
-            raise TraceError(f"{path}: event {number + 1} ({event.name[:60]!r}) has no usable {what}")
+        if not (0 <= dur < LARGEST if not exact else is_time(ts) and _is_length(dur)):
+            unusable.append(number)
+            continue
         # The difference of two doubles so near each other is exact: its product is off by less than half.
         start, length = round((ts - zero) * 1000), round(dur * 1000)
         if event.tid != tid or event.pid != pid:
@@ -145,9 +148,23 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
                 name = _copy_in_words(event)
             into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
+    document.defects.events += len(unusable)
+    if left_out := document.defects.events:
+        slices = (ops, old_ops, work, spans, overheads, nodes, modules, inside, *frames.values())
+        usable = zeroed + sum(map(len, slices))
+        if left_out > usable:  # the rest would say little about the run
+            first = f"; the first is {events[unusable[0]].name[:60]!r}" if unusable else ""
+            raise TraceError(
+                f"{path}: {left_out:,} of its {left_out + usable:,} slices have no usable duration or time stamp{first}"
+            )
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
     ops += old_ops
+    if not work and any(event is not None and event.ph == "M" and NPU in bytes(event.args) for event in events):
+        raise TraceError(
+            f"{path}: a trace of an Ascend NPU, as torch_npu writes it (trace_view.json), whose launches and kernels "
+            "read-trace does not know; open it in MindStudio Insight"
+        )
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
             raise TraceError(
@@ -230,6 +247,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
+        defects=document.defects,
         crossing=crossing,
         not_known=not_known,
         taken=taken,
@@ -297,8 +315,8 @@ def _is_cpu(event: Event) -> bool:
     return not isinstance(args, dict) or str(args.get("labels", "CPU")).startswith("CPU")
 
 
-def _is_time(us: float | decimal.Decimal | None) -> bool:
-    return us is not None and math.isfinite(us) and abs(us) < LARGEST
+def _is_length(us: float | decimal.Decimal | None) -> bool:
+    return is_time(us) and us >= 0
 
 
 def _nest(slices: list, crossing: Counter) -> list[Op]:
@@ -436,7 +454,7 @@ def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
         ends.setdefault((*one.track, one.end), []).append(one)
     sides: dict[str, dict] = {"s": {}, "f": {}}
     for edge in edges:
-        if edge.ph in sides and _is_time(edge.ts):
+        if edge.ph in sides and is_time(edge.ts):
             sides[edge.ph][edge.id] = (edge.pid, edge.tid, round((edge.ts - zero) * 1000))
     for number, at in sides["f"].items():
         before = ends.get(sides["s"].get(number), ())
@@ -478,7 +496,7 @@ def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
         named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
         device = int(named[1]) if named else event.pid
         args = decoded(event.args)
-        if type(device) is not int or not isinstance(args, dict) or not _is_time(event.ts):
+        if type(device) is not int or not isinstance(args, dict) or not is_time(event.ts):
             continue
         time = round((event.ts - zero) * 1000)
         for name, value in args.items():
@@ -495,7 +513,7 @@ def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:
     found = []
     for event in events:
         args = decoded(event.args)
-        if not isinstance(args, dict) or not _is_time(event.ts):
+        if not isinstance(args, dict) or not is_time(event.ts):
             continue
         size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
         if type(size) is type(total) is type(device) is int and abs(total) < 2**60:
@@ -508,7 +526,7 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     """Return the forward op of each backward op, both by thread and start, from autograd's flow events."""
     ends: dict[str, dict] = {"s": {}, "f": {}}
     for flow in flows:
-        if flow.ph in ends and flow.id is not None and _is_time(flow.ts):
+        if flow.ph in ends and flow.id is not None and is_time(flow.ts):
             ends[flow.ph][flow.id] = (flow.pid, flow.tid), round((flow.ts - zero) * 1000)
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 

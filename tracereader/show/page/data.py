@@ -75,7 +75,13 @@ def _head(summary: Summary) -> dict:
         facts.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
     return {
         "device": ", ".join(dict.fromkeys(summary.source.devices))
-        or ("no GPU work recorded" if _launched(summary) else "CPU only"),
+        or (
+            "GPU activities left out"
+            if summary.source.leaves_gpu_out
+            else "no GPU work recorded"
+            if _launched(summary)
+            else "CPU only"
+        ),
         "gpu": summary.has_gpu_work,
         "has_steps": summary.source.has_steps,
         "step_us": summary.recorded_step_us,
