@@ -35,6 +35,7 @@ from tracereader.findings import counters as counter_findings  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.findings.finding import Prediction  # noqa: E402
+from tracereader.replay import recorded  # noqa: E402
 from tracereader.show.predictions import predictions_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
@@ -54,6 +55,8 @@ VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 # The thresholds that the pages name, as the code has them.
 THRESHOLDS = {
     "idle": f"{regime.MUCH_IDLE:.0%}",
+    "tolerance": f"{recorded.TOLERANCE:.0%}",
+    "too-far": f"{recorded.TOO_FAR:.0%}",
     "busy": f"{1 - regime.MUCH_IDLE:.0%}",
     "some-idle": f"{steps.SOME_IDLE:.0%}",
     "exposed": f"{regime.MUCH_EXPOSED:.0%}",

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from itertools import chain, count, pairwise
 from operator import attrgetter
 
@@ -42,6 +43,8 @@ SLOW_NS = 1_000_000
 # this many times the lower quartile of all launches, and this many times the kernel's later ones. In a cold step on an
 # H100, 12 of 131 launches took 1.7 to 147 ms each. Warm launches take 10 to 200 µs while the profiler records.
 FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES, LATER_TIMES = 300_000, 10, 3
+# So many of the longest ones count, so that a hostile trace takes no longer.
+FIRST_LAUNCHES = 200
 # Ops on lists of tensors, whose CPU time before the launch grows with the tensors.
 ON_LISTS = re.compile(r"_foreach_|_fused_")
 # Waits that are shorter than this share of the step, or this time (ns), do not change what is concluded.
@@ -257,29 +260,29 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Col
     GPU is idle. It is busy where a launch waits for room in the queue. If another step's call of the same op takes as
     long, the program makes such calls in each step.
     """
-    launches: dict[str, list[tuple[Op, int, int]]] = {}  # by kernel: the call, where its time starts, the GPU's end
-    by_op: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by outermost op: where the time starts and ends
+    found, seen = [], set()
     reached, busy_until = {}, -math.inf
     for one in work:
-        op = one.launch
-        if op is not None and op.work[0] is one and "Graph" not in op.name:
-            outermost = op.outermost_call()
-            start = max(outermost.start, reached.get(op.track, -math.inf))
+        op, name = one.launch, one.name
+        if op is not None:
+            if name not in seen and "Graph" not in op.name:
+                start, end = max(op.outermost_call().start, reached.get(op.track, -math.inf)), op.start + op.dur
+                if end - start >= FIRST_LAUNCH_NS and busy_until <= (start + end) // 2:
+                    found.append((name, op, start))
+            seen.add(name)
             reached[op.track] = op.start + op.dur
-            by_op[outermost.name].append((start, op.start + op.dur))
-            launches.setdefault(one.name, []).append((op, start, busy_until))
-        busy_until = max(busy_until, one.start + one.dur)
-    if not launches:
+        if one.start + one.dur > busy_until:
+            busy_until = one.start + one.dur
+    if not found:
         return
-    times = {name: [op.start + op.dur - start for op, start, _ in some] for name, some in launches.items()}
+    times, by_op = _until_launched(work)
     everything = sorted(chain.from_iterable(times.values()))
     usual = max(FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES * everything[len(everything) // 4])
-    for name, some in launches.items():
-        first, *later = times[name]
-        least = max([usual, *(LATER_TIMES * time for time in sorted(later)[len(later) // 2 :][:1])])
-        op, start, busy = some[0]
-        end = op.start + op.dur
-        if first < least or busy > (start + end) // 2:
+    found = nlargest(FIRST_LAUNCHES, found, key=lambda one: one[1].start + one[1].dur - one[2])
+    for name, op, start in found:
+        end, later = op.start + op.dur, sorted(times[name][1:])
+        least = max([usual, *(LATER_TIMES * time for time in later[len(later) // 2 :][:1])])
+        if end - start < least:
             continue
         below = list(op.outermost_call().walk())
         waits = (one.start + one.dur for one in below if WAITS.search(one.name))
@@ -291,6 +294,20 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Col
         )
         if end - start >= least and not comes_again and not any(ON_LISTS.search(one.name) for one in below):
             yield Cold(op.track, start, end, "loading code")
+
+
+def _until_launched(work: Sequence[Work]) -> tuple[dict[str, list[int]], dict[str, list[tuple[int, int]]]]:
+    """Return the times (ns) from an op's start to its launch's return by kernel, and their ends by outermost op."""
+    times, by_op, reached = defaultdict(list), defaultdict(list), {}
+    for one in work:
+        op = one.launch
+        if op is not None and op.work[0] is one and "Graph" not in op.name:
+            outermost, end = op.outermost_call(), op.start + op.dur
+            start = max(outermost.start, reached.get(op.track, -math.inf))
+            reached[op.track] = end
+            times[one.name].append(end - start)
+            by_op[outermost.name].append((start, end))
+    return times, by_op
 
 
 def _without_overlaps(found: Iterable[Cold], steps: Sequence[Step]) -> tuple[Cold, ...]:
