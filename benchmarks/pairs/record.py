@@ -45,6 +45,7 @@ TIERS = (
 FEW_COMPILED = {*TIERS[2].split()}
 BLOCKS, BLOCK_S = 5, 0.08  # blocks of steps, each with one synchronization at its end; a block takes about this long
 WARM, WARM_COMPILED = 5, 8
+NO_TIME = "no time was left"
 SAVING_S = 12  # kept at the end for writing traces and ending processes
 MEASURING_S = 20  # the longest measurement of one process; most take less than 3 s
 MOST_KB, MOST_MB = 300, 12  # a variant's trace, and all traces together; those of base are always kept
@@ -72,7 +73,7 @@ def main(argv=None):
     start = _way_to_start(flags)
     for group in _groups(chosen, programs, flags):
         if time.monotonic() > deadline:
-            _skip(results, group, programs, "no time was left")
+            _skip(results, group, programs)
             continue
         try:
             _run_group(group, programs, flags, folder, deadline, results, start)
@@ -97,6 +98,7 @@ def _flags(argv):
     parser.add_argument(
         "--compile", choices=("none", "few", "all"), default="few", help="which programs run with torch.compile"
     )
+    parser.add_argument("--traces", choices=("base", "all"), default="all", help="variants that record a trace")
     parser.add_argument("--at-once", type=int, default=20, help="processes that are set up side by side (default 20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to test the programs")
@@ -128,8 +130,8 @@ def _programs(flags):
             if flags.compile == "none" or (flags.compile == "few" and name not in FEW_COMPILED):
                 rows.pop("compile", None)
             found[name] = (module, {"base": ("", 1), **rows})
-    order = [name for tier in TIERS for name in tier.split()]
-    return {name: found[name] for name in [*order, *(name for name in found if name not in order)]}
+    order = " ".join(TIERS).split()
+    return {name: found[name] for name in sorted(found, key=lambda name: order.index(name) if name in order else 99)}
 
 
 def _way_to_start(flags):
@@ -139,7 +141,7 @@ def _way_to_start(flags):
     for way in ("spawn",) if flags.fresh else ("fork", "spawn"):
         probe = multiprocessing.get_context(way).Process(target=_probe, daemon=True)
         probe.start()
-        probe.join(60)
+        probe.join(30 if way == "fork" else 60)
         if probe.exitcode == 0:
             return way
         probe.kill()
@@ -191,19 +193,19 @@ def _run_group(group, programs, flags, folder, deadline, results, start):
     try:
         for run in group:
             children.append(_Child(run, programs, flags, folder, start))
-        until = min(time.monotonic() + flags.run_seconds, deadline)
+        until = time.monotonic() + flags.run_seconds
         for child in children:
-            child.hear(until)  # set up
+            child.hear(until, deadline)  # set up
         for child in children:
             if child.failure is None and time.monotonic() > deadline:
-                child.fail("no time was left")
+                child.fail(NO_TIME)
             child.ask("measure")
-            child.hear(min(time.monotonic() + MEASURING_S, deadline))
+            child.hear(time.monotonic() + MEASURING_S, deadline)
         for child in children:
             child.ask("export")
-        until = min(time.monotonic() + MEASURING_S, deadline + SAVING_S / 2)
+        until = time.monotonic() + MEASURING_S
         for child in children:
-            child.hear(until)
+            child.hear(until, deadline + SAVING_S / 2)
     finally:
         for child in children:
             child.kill()
@@ -211,7 +213,7 @@ def _run_group(group, programs, flags, folder, deadline, results, start):
             child.process.join(2)
         for child in children:
             if "median_us" not in child.found and child.failure is None:
-                child.failure = "no time was left"
+                child.failure = NO_TIME
             _keep(results, child, programs)
             print(child.told(), flush=True)
 
@@ -224,7 +226,9 @@ class _Child:
         context = multiprocessing.get_context(start)
         self.pipe, theirs = context.Pipe()
         name, variant, number = run
-        trace = folder / name / f"{variant}.json" if number == 0 else None
+        trace = (
+            folder / name / f"{variant}.json" if number == 0 and (variant == "base" or flags.traces == "all") else None
+        )
         self.process = context.Process(
             target=_child, args=(theirs, programs[name][0], name, variant, trace, flags.tiny)
         )
@@ -239,13 +243,13 @@ class _Child:
             except OSError:
                 self.fail("the process ended while it waited")
 
-    def hear(self, until):
-        """Wait for the next report, at most until that time. A process that does not report in time is ended."""
+    def hear(self, until, deadline):
+        """Wait for the next report, at most until the earlier of both times. A process that is late is ended."""
         if self.failure is not None:
             return
         try:
-            if not self.pipe.poll(max(0.0, until - time.monotonic())):
-                return self.fail("it took too long")
+            if not self.pipe.poll(max(0.0, min(until, deadline) - time.monotonic())):
+                return self.fail("it took too long" if until < deadline else NO_TIME)
             told = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(5)
@@ -397,11 +401,11 @@ def _keep(results, child, programs):
         row["runs"].append(child.found)
 
 
-def _skip(results, group, programs, why):
+def _skip(results, group, programs):
     for name, variant, _ in group:
         row = _row(results, name, variant, programs)
-        if not row["runs"] and why not in row["failures"]:
-            row["failures"].append(why)
+        if not row["runs"] and NO_TIME not in row["failures"]:
+            row["failures"].append(NO_TIME)
 
 
 def _squeeze(path):
