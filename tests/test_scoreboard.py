@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,12 +121,78 @@ def test_programs_are_recorded_on_the_cpu_and_a_slow_one_is_a_row(tmp_path):
         "1",
     ]
     done = subprocess.run(
-        [*command, "--programs", "neural_ode"], capture_output=True, text=True, env=os.environ, check=False
+        [*command, "--compile", "all", "--programs", "neural_ode"],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())["neural_ode"]
     assert [len(row["runs"]) for row in rows.values()] == [1, 1, 1, 1]
     assert rows["base"]["runs"][0]["last"] == pytest.approx(rows["compile"]["runs"][0]["last"], rel=1e-3)
-    subprocess.run([*command, "--programs", "gaussian_process", "--run-seconds", "0"], check=True, capture_output=True)
+    late = ["--fresh", "--programs", "gaussian_process", "--run-seconds", "0"]
+    subprocess.run([*command, *late], check=True, capture_output=True)
     rows = json.loads((tmp_path / "results.json").read_text())
     assert rows["gaussian_process"]["base"]["failures"] == ["it took too long"] and rows["neural_ode"]["base"]["runs"]
+
+
+# What record.py needs of torch. A variable says where CUDA starts: everywhere, where this was imported, or nowhere.
+TORCH = """
+import os, sys, types
+imported = os.getpid()
+class Tensor:
+    def detach(self): return self
+    flatten = double = cpu = cos = detach
+    def __getitem__(self, rows): return self
+    def __len__(self): return 3
+    def __mul__(self, other): return self
+    def sum(self): return 1.5
+    item = sum
+def start():
+    if not {"all": True, "none": False}.get(os.environ["CUDA_STARTS"], os.getpid() == imported):
+        raise RuntimeError("CUDA error: initialization error")
+ones = arange = lambda *_, **__: Tensor()
+manual_seed = lambda _: None
+__version__ = "0"
+names = {"init": start, "synchronize": start, "empty_cache": start, "is_available": lambda: True}
+cuda = types.SimpleNamespace(**names, get_device_name=lambda: "a GPU")
+class Profile:
+    def __init__(self, **_): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def step(self): pass
+    def export_chrome_trace(self, path): open(path, "w").write("{}")
+profiler = sys.modules["torch.profiler"] = types.SimpleNamespace(profile=Profile, schedule=lambda **_: None)
+"""
+PROGRAM = """
+import os, time, torch
+def quick(change):
+    if change == "raises": raise ValueError("a wrong shape")
+    if change == "dies": os._exit(7)
+    if change == "hangs": time.sleep(1000)
+    return torch.Tensor
+PROGRAMS = {quick: {"raises": "a", "dies": "b", "hangs": "c", "compile": "d"}}
+"""
+
+
+@pytest.mark.parametrize("starts", ["all", "importer", "none"])
+def test_processes_start_anew_where_a_forked_one_cannot_use_the_gpu(tmp_path, starts):
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "vision.py").write_text(PROGRAM)
+    for name in ("language", "other"):
+        (tmp_path / f"{name}.py").write_text("PROGRAMS = {}\n")
+    shutil.copyfile(ROOT / "benchmarks/pairs/record.py", tmp_path / "record.py")
+    env = {**os.environ, "CUDA_STARTS": starts, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, tmp_path / "record.py", tmp_path / "out", "--run-seconds", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=60)
+    assert ("each process starts anew" in done.stdout) == (starts != "all")
+    if starts == "none":
+        assert done.returncode == 2 and done.stderr == "record.py: no process can use the GPU\n"
+        return
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out/results.json").read_text())["quick"]
+    assert {name: len(row["runs"]) for name, row in rows.items()} == {"base": 2, "raises": 0, "dies": 0, "hangs": 0}
+    assert "a wrong shape" in rows["raises"]["failures"][0] and "status 7" in rows["dies"]["failures"][0]
+    assert rows["hangs"]["failures"] == ["it took too long"] * 2
+    assert (tmp_path / "out/quick/base.json.gz").exists()

@@ -3,7 +3,6 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import transformers
 from setting import compiled, device, graphed, size, use_tf32
 
 
@@ -87,6 +86,8 @@ def character_model(change):
 
 def checkpointed_llama(change):
     """A Llama of Hugging Face is trained in fp32 with gradient checkpointing, as an example for little memory does."""
+    import transformers
+
     if change == "tf32":
         use_tf32()
     config = transformers.LlamaConfig(
@@ -116,6 +117,8 @@ def checkpointed_llama(change):
 
 def review_classifier(change):
     """DistilBERT is fine-tuned on short texts that are padded to 256 tokens."""
+    import transformers
+
     if change == "tf32":
         use_tf32()
     config = transformers.DistilBertConfig(
@@ -147,6 +150,8 @@ def review_classifier(change):
 
 def sentence_embeddings(change):
     """A small MPNet embeds padded sentences: the mean of the last layer, normalized, as numpy arrays."""
+    import transformers
+
     config = transformers.MPNetConfig(
         vocab_size=size(30527, 128), hidden_size=size(384, 32), intermediate_size=size(1536, 64),
         num_hidden_layers=size(4, 2), num_attention_heads=size(12, 4),
@@ -173,6 +178,8 @@ def sentence_embeddings(change):
 
 def speech_to_text(change):
     """A Whisper-like model writes 24 tokens for a clip, greedily."""
+    import transformers
+
     config = transformers.WhisperConfig(
         vocab_size=size(8000, 300), d_model=size(384, 32), encoder_layers=size(4, 1), decoder_layers=size(4, 1),
         encoder_attention_heads=size(6, 2), decoder_attention_heads=size(6, 2), encoder_ffn_dim=size(1536, 64),
@@ -208,6 +215,7 @@ def speech_to_text(change):
 def lora_fine_tuning(change):
     """Adapters of peft are trained in a Qwen2-like model in bf16, with gradient checkpointing."""
     import peft
+    import transformers
 
     config = transformers.Qwen2Config(
         vocab_size=size(8192, 128), hidden_size=size(896, 32), intermediate_size=size(2432, 64),
@@ -374,6 +382,8 @@ def routed_experts(change):
 
 def speech_recognizer(change):
     """Wav2Vec2 of Hugging Face is fine-tuned with CTC on clips of different lengths."""
+    import transformers
+
     if change == "tf32":
         use_tf32()
     config = transformers.Wav2Vec2Config(
@@ -407,6 +417,8 @@ def speech_recognizer(change):
 
 def disentangled_attention(change):
     """DeBERTa of Hugging Face, whose attention has many small ops, is trained in fp32."""
+    import transformers
+
     if change == "tf32":
         use_tf32()
     config = transformers.DebertaV2Config(

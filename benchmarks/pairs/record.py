@@ -10,6 +10,10 @@ Each variant of a program runs in processes of its own, one in each round: base,
 The processes of one group of programs are set up side by side, and wait. Then one after the other measures its step
 while all others sleep, and the first process of each variant records three steps. FOLDER/results.json is written after
 each group, so that a run may end at any time. --add takes over the results and traces of other folders.
+
+The processes are forked after torch is imported, and each imports the other libraries that it needs. Where a forked
+process cannot use the GPU, and with --fresh, each process starts anew and imports torch as well. The programs of TIERS
+come in that order, so that a run that ends early has the quick ones. Compiling takes long: --compile says who does it.
 """
 
 import argparse
@@ -25,15 +29,25 @@ import statistics
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODULES = ("vision", "language", "other")
-LIBRARIES = ("torch", "transformers", "torchvision", "timm", "peft", "torch_geometric")
-BLOCKS, BLOCK_S = 7, 0.1  # blocks of steps, each with one synchronization at its end; a block takes about this long
+# Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
+TIERS = (
+    "digits_vae request_server neural_ode game_player soft_actor_critic gaussian_process routed_experts lstm_tagger "
+    "series_forecast translator segmentation diffusion_transformer click_prediction wasserstein_gan",
+    "speech_to_text lora_fine_tuning checkpointed_llama sentence_embeddings review_classifier image_tagging "
+    "convnext_training contrastive_views molecules photos_from_disk speech_recognizer detector citation_network",
+    "neighbor_search pair_representation super_resolution character_model normalizing_flow",
+    "video_scoring disentangled_attention",
+)
+FEW_COMPILED = {*TIERS[2].split()}
+BLOCKS, BLOCK_S = 5, 0.08  # blocks of steps, each with one synchronization at its end; a block takes about this long
 WARM, WARM_COMPILED = 5, 8
-SAVING_S = 15  # kept at the end for compressing traces
+NO_TIME = "no time was left"
+SAVING_S = 12  # kept at the end for writing traces and ending processes
+MEASURING_S = 20  # the longest measurement of one process; most take less than 3 s
 MOST_KB, MOST_MB = 300, 12  # a variant's trace, and all traces together; those of base are always kept
 
 
@@ -43,25 +57,31 @@ def main(argv=None):
     folder.mkdir(parents=True, exist_ok=True)
     if flags.add:
         return _add(folder, flags.add)
-    deadline = time.monotonic() + flags.seconds - SAVING_S
-    _prepare(flags, folder)
-    programs = _programs()
+    began = time.monotonic()
+    deadline = began + flags.seconds - SAVING_S
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # all processes are ended then
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("record.py: the time is over"))
+    signal.setitimer(signal.ITIMER_REAL, max(1.0, flags.seconds - 2))
+    _prepare(flags)
+    programs = _programs(flags)
     unknown = set(flags.programs.split(",")) - {*programs, ""}
     if unknown:
         sys.exit(f"record.py: no such program: {', '.join(sorted(unknown))}")
     part, parts = map(int, flags.part.split("/"))
     chosen = [name for name in programs if not flags.programs or name in flags.programs.split(",")][part - 1 :: parts]
     results = _read(folder)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # all processes are ended then
+    start = _way_to_start(flags)
     for group in _groups(chosen, programs, flags):
         if time.monotonic() > deadline:
-            _skip(results, group, programs, "no time was left")
+            _skip(results, group, programs)
             continue
         try:
-            _run_group(group, programs, flags, folder, deadline, results)
+            _run_group(group, programs, flags, folder, deadline, results, start)
         finally:
             _write(folder, results)
-    _compress(folder)
+        print(f"{time.monotonic() - began:.0f} s: {len({name for name, *_ in group})} programs are done", flush=True)
+    _write(folder, results)
+    _drop_largest(folder)
     _print(results, chosen)
     return 0
 
@@ -73,9 +93,12 @@ def _flags(argv):
     parser.add_argument("--programs", default="", help="names, separated by commas (default: all)")
     parser.add_argument("--part", default="1/1", help="1/2: every second program, from the first one")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each variant (default 2)")
+    parser.add_argument("--run-seconds", type=float, default=60, help="the longest set-up of one process (default 60)")
+    parser.add_argument("--fresh", action="store_true", help="start each process anew instead of forking it")
     parser.add_argument(
-        "--run-seconds", type=float, default=80, help="the longest set-up or measurement of one process"
+        "--compile", choices=("none", "few", "all"), default="few", help="which programs run with torch.compile"
     )
+    parser.add_argument("--traces", choices=("base", "all"), default="all", help="variants that record a trace")
     parser.add_argument("--at-once", type=int, default=20, help="processes that are set up side by side (default 20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to test the programs")
@@ -83,8 +106,8 @@ def _flags(argv):
     return parser.parse_args(argv)
 
 
-def _prepare(flags, folder):
-    """Set the environment of all processes, and import what they need before they are forked."""
+def _prepare(flags):
+    """Set the environment of all processes. It must be complete before torch is imported."""
     os.environ["PAIRS_DEVICE"], os.environ["PAIRS_TINY"] = flags.device, "1" if flags.tiny else "0"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not start CUDA before a fork
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
@@ -92,85 +115,141 @@ def _prepare(flags, folder):
     if flags.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.path.insert(0, str(HERE))
-    for name in LIBRARIES:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            print(f"{name} is missing, so programs that need it fail: {error}", file=sys.stderr)
 
 
-def _programs():
-    """Return the programs by name: the function, and by variant the id of its proposal and the batches it serves."""
+def _programs(flags):
+    """Return the programs by name, in the order of TIERS: the module, and the variants that flags ask for.
+
+    Each variant has the id of its proposal and the number of base's batches that one of its steps serves.
+    """
     found = {}
     for module in MODULES:
         for make, changes in importlib.import_module(module).PROGRAMS.items():
-            rows = {name: (one, 1) if isinstance(one, str) else one for name, one in changes.items()}
-            found[make.__name__] = (make, {"base": ("", 1), **rows})
-    return found
+            name = make.__name__
+            rows = {change: (one, 1) if isinstance(one, str) else one for change, one in changes.items()}
+            if flags.compile == "none" or (flags.compile == "few" and name not in FEW_COMPILED):
+                rows.pop("compile", None)
+            found[name] = (module, {"base": ("", 1), **rows})
+    order = " ".join(TIERS).split()
+    return {name: found[name] for name in sorted(found, key=lambda name: order.index(name) if name in order else 99)}
+
+
+def _way_to_start(flags):
+    """Return "fork", or "spawn" if it is asked for or a forked process cannot use the GPU. Exit if neither can."""
+    if flags.device == "cpu":
+        return "spawn" if flags.fresh else "fork"
+    for way in ("spawn",) if flags.fresh else ("fork", "spawn"):
+        probe = multiprocessing.get_context(way).Process(target=_probe, daemon=True)
+        probe.start()
+        probe.join(30 if way == "fork" else 60)
+        if probe.exitcode == 0:
+            return way
+        probe.kill()
+        if way == "fork":
+            print("a forked process cannot use the GPU, so each process starts anew", flush=True)
+    print("record.py: no process can use the GPU", file=sys.stderr)
+    sys.exit(2)
+
+
+def _probe():
+    """Use the GPU. The exit status of the process says whether that was possible."""
+    _be_quiet()
+    import torch
+
+    torch.cuda.init()
+    torch.ones(1, device="cuda").item()
+    os._exit(0)
+
+
+def _be_quiet():
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
 
 
 def _groups(chosen, programs, flags):
-    """Yield lists of runs (program, variant, round), at most flags.at_once in each list. A program is never split."""
-    group = []
-    for name in chosen:
-        runs = [(name, variant, number) for number in range(flags.rounds) for variant in programs[name][1]]
-        if group and len(group) + len(runs) > flags.at_once:
-            yield group
+    """Yield lists of runs (program, variant, round), at most flags.at_once in each list. A program is never split.
+
+    A program may overtake others of its tier if it fits into a group that those are too large for.
+    """
+    runs = {
+        name: [(name, variant, number) for number in range(flags.rounds) for variant in programs[name][1]]
+        for name in chosen
+    }
+    tiers = [[name for name in chosen if name in tier.split()] for tier in TIERS]
+    for tier in [*tiers, [name for name in chosen if not any(name in known for known in tiers)]]:
+        while tier:
             group = []
-        group += runs
-    if group:
-        yield group
+            for name in list(tier):
+                if not group or len(group) + len(runs[name]) <= flags.at_once:
+                    group += runs[name]
+                    tier.remove(name)
+            yield group
 
 
-def _run_group(group, programs, flags, folder, deadline, results):
+def _run_group(group, programs, flags, folder, deadline, results, start):
     """Set up all runs of a group side by side, measure them one by one, and let them write their traces together."""
-    children = [_Child(run, programs, flags, folder) for run in group]
+    children = []
     try:
-        until = min(time.monotonic() + flags.run_seconds, deadline)
+        for run in group:
+            children.append(_Child(run, programs, flags, folder, start))
+        until = time.monotonic() + flags.run_seconds
         for child in children:
-            child.hear(until)  # set up
+            child.hear(until, deadline)  # set up
         for child in children:
-            if child.failure is None:
-                if time.monotonic() > deadline:
-                    child.fail("no time was left")
-                    continue
-                child.pipe.send("measure")
-                child.hear(time.monotonic() + flags.run_seconds)
+            if child.failure is None and time.monotonic() > deadline:
+                child.fail(NO_TIME)
+            child.ask("measure")
+            child.hear(time.monotonic() + MEASURING_S, deadline)
         for child in children:
-            if child.failure is None:
-                child.pipe.send("export")
+            child.ask("export")
+        until = time.monotonic() + MEASURING_S
         for child in children:
-            if child.failure is None:
-                child.hear(time.monotonic() + flags.run_seconds)
+            child.hear(until, deadline + SAVING_S / 2)
     finally:
         for child in children:
-            child.end()
-    for child in children:
-        _keep(results, child, programs)
-        print(child.told(), flush=True)
+            child.kill()
+        for child in children:
+            child.process.join(2)
+        for child in children:
+            if "median_us" not in child.found and child.failure is None:
+                child.failure = NO_TIME
+            _keep(results, child, programs)
+            print(child.told(), flush=True)
 
 
 class _Child:
     """A process that runs one variant of a program, and what it reported."""
 
-    def __init__(self, run, programs, flags, folder):
+    def __init__(self, run, programs, flags, folder, start):
         self.run, self.found, self.failure = run, {}, None
-        self.pipe, theirs = multiprocessing.get_context("fork").Pipe()
+        context = multiprocessing.get_context(start)
+        self.pipe, theirs = context.Pipe()
         name, variant, number = run
-        trace = folder / name / f"{variant}.json" if number == 0 else None
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_child, args=(theirs, programs[name][0], variant, trace, flags.tiny)
+        trace = (
+            folder / name / f"{variant}.json" if number == 0 and (variant == "base" or flags.traces == "all") else None
+        )
+        self.process = context.Process(
+            target=_child, args=(theirs, programs[name][0], name, variant, trace, flags.tiny)
         )
         self.process.start()
         theirs.close()
 
-    def hear(self, until):
-        """Wait for the next report, at most until that time. A process that does not report in time is ended."""
+    def ask(self, what):
+        """Tell a process that has not failed what to do next."""
+        if self.failure is None:
+            try:
+                self.pipe.send(what)
+            except OSError:
+                self.fail("the process ended while it waited")
+
+    def hear(self, until, deadline):
+        """Wait for the next report, at most until the earlier of both times. A process that is late is ended."""
         if self.failure is not None:
             return
         try:
-            if not self.pipe.poll(max(0.0, until - time.monotonic())):
-                return self.fail("it took too long")
+            if not self.pipe.poll(max(0.0, min(until, deadline) - time.monotonic())):
+                return self.fail("it took too long" if until < deadline else NO_TIME)
             told = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(5)
@@ -180,33 +259,33 @@ class _Child:
 
     def fail(self, why):
         self.failure = why
-        self.end()
+        self.kill()
 
-    def end(self):
+    def kill(self):
         """End the process and those that it started. What it had to say and to write is here already."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:  # it is gone, or has not made its group yet
             self.process.kill()
-        self.process.join(10)
 
     def told(self):
         name, variant, number = self.run
         if self.failure is not None:
-            return f"{name} {variant} {number + 1}: failed: {self.failure}"
+            return f"{name} {variant} {number + 1}: failed: {self.failure[:160]}"
         return f"{name} {variant} {number + 1}: {self.found['median_us'] / 1e3:,.3f} ms"
 
 
-def _child(pipe, make, variant, trace, tiny):
+def _child(pipe, module, name, variant, trace, tiny):
     os.setsid()  # a group of its own, so that its workers can be ended with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the process that started it
-    # What a library prints about itself would hide what is measured; failures are reported.
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    multiprocessing.set_start_method("fork", force=True)  # workers of a DataLoader get data sets that cannot be pickled
+    _be_quiet()  # what a library prints about itself would hide what is measured; failures are reported
     try:
         import torch
+
+        make = getattr(importlib.import_module(module), name)
 
         torch.manual_seed(0)
         if tiny:
@@ -231,6 +310,7 @@ def _child(pipe, make, variant, trace, tiny):
         if recorded:
             trace.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(trace))
+            _squeeze(trace)
         pipe.send({})
     except BaseException as error:
         lines = traceback.format_exception_only(error)
@@ -267,7 +347,7 @@ def _measured(step, tiny):
     """Return the median of several blocks' mean steps (µs), the shortest and longest one, and the number of steps."""
     for _ in range(1 if tiny else 3):  # the process slept
         step()
-    count = 1 if tiny else max(2, min(200, round(BLOCK_S * 1e6 / _timed(step, 2))))
+    count = 1 if tiny else max(1, min(200, round(BLOCK_S * 1e6 / _timed(step, 2))))
     blocks = [_timed(step, count) for _ in range(2 if tiny else BLOCKS)]
     return {
         "median_us": round(statistics.median(blocks), 2), "lowest_us": round(min(blocks), 2),
@@ -317,28 +397,29 @@ def _keep(results, child, programs):
     row = _row(results, name, variant, programs)
     if child.failure is not None:
         row["failures"].append(child.failure)
-        return
-    row["runs"].append(child.found)
+    if "median_us" in child.found:  # also of a process that failed later, when it wrote its trace
+        row["runs"].append(child.found)
 
 
-def _skip(results, group, programs, why):
+def _skip(results, group, programs):
     for name, variant, _ in group:
         row = _row(results, name, variant, programs)
-        if not row["runs"] and why not in row["failures"]:
-            row["failures"].append(why)
+        if not row["runs"] and NO_TIME not in row["failures"]:
+            row["failures"].append(NO_TIME)
 
 
-def _compress(folder):
-    """Compress the traces, and drop the largest ones of changed variants if they are larger than agreed."""
+def _squeeze(path):
+    """Replace a trace by a compressed one, which is there as a whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(gzip.compress(path.read_bytes(), 9, mtime=0))
+    part.replace(path.with_suffix(".json.gz"))
+    path.unlink()
 
-    def squeeze(path):
-        small = path.with_suffix(".json.gz")
-        small.write_bytes(gzip.compress(path.read_bytes(), 9, mtime=0))
+
+def _drop_largest(folder):
+    """Drop the largest traces of changed variants if they are larger than agreed, and traces that are incomplete."""
+    for path in (*folder.glob("*/*.json"), *folder.glob("*/*.part")):
         path.unlink()
-
-    plain = [path for path in folder.glob("*/*.json")]
-    with ThreadPoolExecutor(8) as pool:  # zlib lets other threads run
-        list(pool.map(squeeze, plain))
     total = 0
     for path in sorted(folder.glob("*/*.json.gz"), key=lambda one: (one.name != "base.json.gz", one.stat().st_size)):
         size = path.stat().st_size
