@@ -511,7 +511,7 @@ def test_no_text_in_the_address_makes_the_page_hang(chromium, tmp_path):
     browser = shown(chromium, page, "#search=(a%2B)%2B%24&mark=(a%2B)%2B%24&mark=(.*)*b")
     assert text(browser, "#found") == "1 match"
     browser.execute_script(
-        "const one = document.getElementById('ops-table-filter'); one.value = '(a|a)*$|mm$';"
+        "const one = document.getElementById('ops-table-filter'); one.value = '(a+)*$|mm$';"
         "one.dispatchEvent(new Event('input'));"
     )
     assert browser.execute_script("return document.querySelectorAll('#ops-table tbody tr').length") == 1
@@ -705,7 +705,7 @@ def test_a_link_can_mark_slices(chromium, pages):
     """Marks are in the step that the link names. A name without a slice has no mark."""
     browser = shown(chromium, pages(SHAPES), "#step=3&mark=%5Eaten::mm%24&mark=%5Eaten::mm%24,3&mark=idle&mark=nothing")
     assert browser.execute_script("return document.getElementById('canvas').dataset.marks") == "3"
-    browser = shown(chromium, pages(SHAPES), "#step=3&mark=%5Eaten::mm%24,4&mark=(")
+    browser = shown(chromium, pages(SHAPES), "#step=3&mark=%5Eaten::mm%24,4&mark=no(such")
     assert browser.execute_script("return document.getElementById('canvas').dataset.marks") == "0"
     is_quiet(browser, pages(SHAPES))
 

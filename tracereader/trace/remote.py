@@ -13,6 +13,7 @@ from contextlib import closing
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from urllib.parse import urlsplit
 
 from tracereader import progress
 from tracereader.command import NONE_IN_FOLDER, install_command, is_trace, printable
@@ -205,6 +206,11 @@ def _filesystem(address: str) -> tuple[object, str]:
         raise _missing(protocol, PACKAGES.get(protocol, WITH_HTTP)) from None
     options = {}
     try:
+        urlsplit(address)
+    except ValueError as problem:
+        raise _Refused(f"not a valid URL: {problem}") from None
+    try:
+        address = re.sub(r"^[a-zA-Z][\w+.-]*(?=://)", lambda one: one[0].lower(), address)
         if HTTP.match(address):
             import aiohttp
 
