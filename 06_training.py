@@ -10,10 +10,21 @@ several GPUs, which rank waits for which.
 """
 
 from common.distributed import place, processes
-from common.flags import GRAPH_MODES, answer_before_torch, calls_at_most, flag, not_negative, parse, positive
+from common.flags import (
+    DAY_MS,
+    GRAPH_MODES,
+    answer_before_torch,
+    calls_at_most,
+    flag,
+    not_negative,
+    parse,
+    positive,
+    require_at_most,
+)
 from tracereader import expect
 from tracereader.command import BadInput
 
+MOST_SEQUENCES = 1_000_000  # in a step; they are made one by one
 FLAGS = (
     flag("--layers", "decoder blocks (12; on a CPU 2)", shape=True, type=positive, default=12, on_cpu=2),
     flag("--dim", "model width; heads are 64 wide (1024; on a CPU 128)", shape=True, type=positive, default=1024,
@@ -65,6 +76,9 @@ def flags(argv=None):
         raise BadInput("--fused, --foreach and --for-loop are three ways to do one thing: choose one")
     if args.loader is None and (args.workers != 2 or args.no_pin or args.blocking):
         raise BadInput("--workers, --no-pin and --blocking say how batches are loaded: they need --loader")
+    require_at_most(args, workers=256, loader=DAY_MS, timeout=DAY_MS // 1000, layers=10_000)
+    if args.batch * args.accumulate > MOST_SEQUENCES:
+        raise BadInput(f"--batch times --accumulate: a step has at most {MOST_SEQUENCES:,} sequences")
     if args.dtype == "fp16":
         raise BadInput("--dtype fp16: its gradients vanish without loss scaling, which this step has not: take bf16")
     return args

@@ -206,6 +206,38 @@ def nested_flex(n: int) -> list[dict]:
     return [*chain, *(one for k in range(n // 4) for one in launched(k, "sgemm", n + 3 * k))]
 
 
+def threads_at_once(n: int) -> list[dict]:
+    """Each thread runs one op, all of them at the same time, and launches a kernel."""
+    events = [step(0, 0, 4 * n)]
+    for k in range(n):
+        call, kernel = launched(k, "k", 1.5 + 3 * k)
+        events += [op("aten::mm", 1 + k / n, 3 * n, tid=k + 1), call | {"tid": k + 1}, kernel]
+    return events
+
+
+def threads_twice(n: int) -> list[dict]:
+    """Each thread pauses once, while all others are at work."""
+    events = [step(0, 0, 20 * n), *launched(1, "k", 2)]
+    for k in range(n):
+        events += [op("aten::mm", 1 + k / n, 100 + k / n, tid=k + 1), op("aten::mm", 1000 + k / n, 100, tid=k + 1)]
+    return events
+
+
+def nested_modules(n: int) -> list[dict]:
+    events = [step(0, 0, 4 * n)]
+    events += [op(f"nn.Module: M_{k}", 1 + k / 2, 4 * n - k - 2, "python_function") for k in range(n)]
+    for k in range(n // 2):
+        events += [op("aten::mm", 1 + n / 2 + k, 0.9), *launched(k, "k", 1 + n / 2 + k)]
+    return events
+
+
+def overlapping_ops(n: int) -> list[dict]:
+    events = [step(0, 0, 4 * n)]
+    for k in range(n):
+        events += [op(f"aten::op{k % 7}", 1 + k, n + 0.5), *launched(k, "k", 1.1 + k)]
+    return events
+
+
 KINDS = {
     "one long kernel name (characters)": long_name,
     "one long Triton name": long_triton_name,
@@ -231,6 +263,10 @@ KINDS = {
     "memsets and kernels of one op": parts_of_one_op,
     "flex_attention, not compiled": uncompiled_flex,
     "flex_attention in flex_attention": nested_flex,
+    "threads at work at once": threads_at_once,
+    "threads that pause": threads_twice,
+    "modules in modules": nested_modules,
+    "ops that overlap (--json)": overlapping_ops,
 }
 
 

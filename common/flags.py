@@ -26,6 +26,8 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # which replay a CUDA graph
 BYTES_A_STEP = 53_000
 TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 DAY_MS = 24 * 60 * 60 * 1000
+# A run calls its step at most this often. A step takes 20 µs or more, so that more would take hours.
+MOST_CALLS = 10_000_000
 # At most this many calls measure a warm step before the profiler starts; see harness.unprofiled_step_us().
 UNPROFILED_STEPS = 11
 
@@ -207,6 +209,9 @@ def parse(
         raise BadInput("--code writes the code that Inductor generates: add --compile")
     if given["pause"] > DAY_MS:
         raise BadInput(f"--pause {given['pause']} is longer than a day")
+    if given["warmup"] + first + count > MOST_CALLS:
+        most = max(("warmup", "wait", "schedule_warmup", "active"), key=given.__getitem__)
+        raise BadInput(f"--{most.replace('_', '-')} {given[most]}: a run has at most {MOST_CALLS:,} steps")
     free = free_memory()
     if free is not None and count * BYTES_A_STEP > free:
         from tracereader.findings.finding import size
@@ -224,6 +229,13 @@ def parse(
     # prepare(), which needs torch, sets these; processes() sets ranks if there are several.
     settled_later = {"tag": "", "profiled": {}, "predictions": (), "ranks": None}
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
+
+
+def require_at_most(args, **most: int) -> None:
+    """Raise BadInput if a flag's value, given by the flag's name, is larger than its limit."""
+    for name, limit in most.items():
+        if (getattr(args, name) or 0) > limit:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)} is too large: {limit:,} is the most")
 
 
 def _require_one_process() -> None:
@@ -282,7 +294,7 @@ def answer_before_torch(flags: Callable, file: str, *packages: str) -> None:
 
     try:
         answered(None)
-    except BadInput:
+    except (BadInput, OSError):  # OSError: --help to a full disk or a closed pipe
         sys.exit(command(answered)())  # prints the error in one line
     if "torch" not in sys.modules and sys.stderr.isatty():
         print("importing torch, which takes up to half a minute the first time …", file=sys.stderr, flush=True)

@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from conftest import LIGER, ROOT
 from common import harness, publish, screen
 from common.flags import parse
 from common.memory import within_memory
-from tracereader import progress
+from tracereader import cli, progress
 from tracereader.command import BadInput, RunFailed, command
 
 
@@ -557,3 +559,42 @@ def test_a_short_write_without_an_error_is_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.truncate(file, 20))
     with pytest.raises(BadInput, match="disk full"):
         publish.finish_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--layers", "999999"], "--layers 999999 is too large: 10,000 is the most"),
+        (["--wait", "99999999999"], "--wait 99999999999: a run has at most 10,000,000 steps"),
+        (["--warmup", "99999999999"], "--warmup 99999999999: a run has at most 10,000,000 steps"),
+        (["--loader", "--workers", "100000"], "--workers 100000 is too large: 256 is the most"),
+        (["--loader", "99999999999"], "--loader 99999999999 is too large: 86,400,000 is the most"),
+        (["--batch", "9999999"], "--batch times --accumulate: a step has at most 1,000,000 sequences"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, list) else "",
+)
+def test_sizes_that_no_machine_has_are_refused_at_once(words, told):
+    done = typed("06_training.py", *words)
+    assert (done.returncode, done.stderr.strip()) == (2, f"06_training.py: {told}")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words", ["-m tracereader --help", "-m tracereader --version", "01_matmul_add.py --help", "sweep.py --help"]
+)
+def test_help_to_a_full_disk_is_an_error(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *words.split()], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert re.fullmatch(r"\S+: cannot write to standard output: No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize("target", ["q.html/", "q.html/.", "."])
+def test_a_page_is_not_written_to_a_folder(tmp_path, monkeypatch, capsys, target):
+    monkeypatch.chdir(tmp_path)
+    trace = next((ROOT / "traces/reference/nvidia-h200/02_linear").glob("*.json.gz"))
+    assert cli.main([str(trace), "--html", target]) == 2
+    assert capsys.readouterr().err == f"read-trace: --html {target}: a folder; name a file in it\n"
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -910,3 +911,40 @@ def test_flags_that_a_cluster_excludes_are_refused(capsys, monkeypatch):
 def test_a_trace_is_refused_as_a_library_refuses_it():
     with pytest.raises(TraceError, match="no such file"):
         located("memory://none/")
+
+
+class Drips(SimpleHTTPRequestHandler):
+    """Sends a byte each tenth of a second."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(300):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.1)
+
+    def log_message(self, *words):
+        pass
+
+
+def test_a_server_that_sends_almost_nothing_is_given_up(monkeypatch, capsys):
+    monkeypatch.setattr(remote, "SILENT_S", 1)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Drips) as slow:
+        threading.Thread(target=slow.serve_forever, daemon=True).start()
+        assert cli.main([f"http://127.0.0.1:{slow.server_port}/a.json"]) == 2
+        slow.shutdown()
+    assert re.search(r"the server sent \d+ bytes in 1 seconds, too few to go on", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("address", ["http://[::1/x.json", "HTTP://u:secret@[::1/", "https://[::1/*.json"])
+def test_an_invalid_address_is_refused_in_one_line(address, capsys):
+    assert cli.main([address]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("(not a valid URL: Invalid IPv6 URL)") and "secret" not in line
+
+
+def test_a_protocol_may_be_in_capitals(capsys):
+    assert cli.main(["HTTP://127.0.0.1:1/x.json"]) == 2
+    assert "Connect call failed" in capsys.readouterr().err

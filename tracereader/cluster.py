@@ -1,15 +1,19 @@
 """A Dask cluster as an Executor."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 
+from tracereader import interrupts
 from tracereader.command import BadInput, install_command
 from tracereader.trace.remote import without_credentials
 
 PACKAGE = "distributed"
 # Seconds in which the scheduler has to answer, and in which it has to have a worker.
 CONNECT_S, WORKER_S = 10.0, 30.0
+# Seconds after which a scheduler that accepts a connection and does not answer is given up.
+SILENT_S = 20.0
 
 
 @contextlib.contextmanager
@@ -28,7 +32,14 @@ def workers_of(address: str) -> Iterator[Executor]:
     try:
         if not address:  # Dask would start a cluster of its own
             raise ValueError("it is empty")
-        client = quiet(address, timeout=CONNECT_S, set_as_default=False)
+        # A scheduler that accepts the connection and then says nothing keeps Dask waiting, whatever its timeout is.
+        silent = threading.Timer(SILENT_S, interrupts.end, (f"--cluster {shown}: no Dask scheduler answers there", 2))
+        silent.daemon = True
+        silent.start()
+        try:
+            client = quiet(address, timeout=CONNECT_S, set_as_default=False)
+        finally:
+            silent.cancel()
     except Exception as problem:  # any of Dask's protocols, or another server's answer, may raise anything
         why = "no such address" if isinstance(problem, ValueError) else "no Dask scheduler answers there"
         if isinstance(problem, ValueError) and shown == address:  # otherwise Dask's message has the credentials

@@ -152,6 +152,10 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise BadInput(f"{message} (--help lists the flags)")
 
+    def _print_message(self, message: str, file: TextIO | None = None) -> None:
+        # argparse ignores what the system says of a full disk, and would end with status 0.
+        print(message or "", end="", file=file, flush=True)
+
 
 def positive(text: str) -> int:
     """Return a whole number from 1 up."""

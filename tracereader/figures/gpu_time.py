@@ -426,6 +426,10 @@ def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
     return found
 
 
+# Time in ops that lie in as many others counts for the op at this depth. No program nests its ops as deep.
+DEEPEST = 200
+
+
 def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, between: Intervals | None = None) -> None:
     """Add each moment of the gaps to the innermost open op, or to `outside` where no op is open.
 
@@ -450,7 +454,7 @@ def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, betw
                         index += 1
                         continue
                     inner = name if op.kind == "label" else op.name
-                    if op.children or inner == outside:
+                    if (op.children and len(above) < DEEPEST) or inner == outside:
                         above.append((ops, index + 1, name, until))
                         ops, name, until = op.children, inner, ended if ended < until else until
                         index = _open_at(ops, at) if len(ops) > 8 else 0  # a few are passed faster one by one

@@ -40,11 +40,11 @@ import bisect
 import math
 import operator
 from array import array
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from statistics import median_low
 
 import msgspec
@@ -70,6 +70,8 @@ WAIT_CALL_NS = 3_000
 BLOCKED_NS, QUEUED = 50_000, 500
 # A call's awaited activity is searched among this many activities that ended last.
 AMONG_LAST = 64
+# A thread waited for one of this many threads that stopped last. Programs run ops on fewer threads.
+MOST_THREADS = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
@@ -706,28 +708,24 @@ def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tu
     pause began, or if it is still at work.
     """
     depth: dict[tuple, int] = defaultdict(int)
-    stopped: dict[tuple, int] = {}
-    beside: dict[tuple, set] = defaultdict(set)  # track -> the threads that were at work when this one stopped
-    for time, what, track in boundaries:
+    # Of each thread the time of its last stop, and the number of the boundary there; the last one to stop is last.
+    stopped: OrderedDict[tuple, tuple[int, int]] = OrderedDict()
+    changes: dict[tuple, list[int]] = defaultdict(list)  # the boundaries at which a thread starts or stops, in turn
+    for number, (time, what, track) in enumerate(boundaries):
         if what != LEAVES and not depth[track]:
-            paused = stopped.get(track)
-            waited_for = [
-                other
-                for other, when in stopped.items()
-                if other != track
-                and (paused is None or paused < when)
-                and when < time
-                and not depth[other]
-                and other not in beside[track]
-            ]
-            if waited_for:
-                other = max(waited_for, key=stopped.__getitem__)
-                yield other, stopped[other], track, time
-        if what == ENTERS:
-            depth[track] += 1
-            continue
-        if what == LEAVES:
-            depth[track] -= 1
-        if not depth[track]:
-            stopped[track] = time
-            beside[track] = {other for other, count in depth.items() if count}
+            paused, pause = stopped.get(track, (-math.inf, -1))
+            for other, (when, _) in islice(reversed(stopped.items()), MOST_THREADS):
+                if when <= paused:
+                    break
+                was_at_work = bisect.bisect_right(changes[other], pause) % 2
+                if when < time and not depth[other] and not was_at_work:
+                    yield other, when, track, time
+                    break
+        before = depth[track]
+        if what != ENDS_STEP:
+            depth[track] += 1 if what == ENTERS else -1
+        if (before == 0) != (depth[track] == 0):
+            changes[track].append(number)
+        if what != ENTERS and not depth[track]:
+            stopped[track] = time, number
+            stopped.move_to_end(track)

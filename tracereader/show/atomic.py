@@ -18,6 +18,8 @@ def status_of(flag: str, target: str, traces: Iterable[Path], instead: str = "")
     """
     if is_url(target):
         raise BadInput(f"{flag} writes a file on this machine and takes no URL")
+    if os.path.basename(target) in ("", "."):  # pathlib would drop it
+        raise BadInput(f"{flag} {target}: a folder; name a file in it")
     try:
         status = Path(target).stat()
     except FileNotFoundError:

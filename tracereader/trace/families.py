@@ -6,6 +6,7 @@ names that say nothing. The op that launched the kernel, or one that encloses it
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -38,6 +39,8 @@ TORCHS = tuple(
 )  # fmt: skip
 # Ops of whole layers launch work of several families.
 WHOLE_LAYERS = re.compile(r"Linear|MLP|M[oO]E|moe_forward|Compiled|CUDAGraph|Checkpoint|Block|Module")
+# Ops and annotations that are farther out than this around a kernel do not say what it computes.
+MOST_AROUND = 100
 AUTOGRADS = "autograd::engine::evaluate_function: "
 
 
@@ -103,11 +106,7 @@ def _of_a_library(name: KernelName, work: Work) -> tuple[str, str] | None:
 
 def _ops_around(work: Work) -> Iterator[str]:
     """The names of the ops that asked for it, innermost first."""
-    above = work.asked.parent
-    while above is not None:
-        if above.kind == "op":
-            yield above.name
-        above = above.parent
+    return (op.name for op in itertools.islice(work.asked.above(), MOST_AROUND) if op.kind == "op")
 
 
 @functools.lru_cache(maxsize=100_000)

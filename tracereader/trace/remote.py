@@ -13,6 +13,7 @@ from contextlib import closing
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from urllib.parse import urlsplit
 
 from tracereader import progress
 from tracereader.command import NONE_IN_FOLDER, install_command, is_trace, printable
@@ -25,6 +26,8 @@ PAUSES_S = (0.5, 1.0, 2.0)
 REPEATED_BY_PACKAGE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 # The time limits for a silent server and for a connection. aiohttp's default limits the whole download.
 SILENT_S, CONNECT_S = 60, 15
+# A server that sends fewer bytes than this in SILENT_S seconds is given up: less than 1 kB a second.
+LEAST_BYTES = 60_000
 # HTTP statuses from 400 to 499 after which another attempt may succeed.
 TEMPORARY = (408, 425, 429)
 # By a URL's protocol, the package that reads it and installs fsspec. fsspec knows more of them once it is installed.
@@ -168,12 +171,16 @@ def _copied(address: str, into: BinaryIO, most: int, whole: bool, show: Callable
         too_large = _Refused(f"it has more than {most:,} bytes; --limit raises the limit")
         if whole and size is not None and size > most:
             raise too_large
-        done = 0
+        done, window, before = 0, time.monotonic(), 0
         while chunk := source.read(min(CHUNK, most - done + whole)):
             done += len(chunk)
             if done > most:
                 raise too_large
             into.write(chunk)
+            if time.monotonic() - window > SILENT_S:
+                if done - before < LEAST_BYTES:
+                    raise _Refused(f"the server sent {done - before:,} bytes in {SILENT_S} seconds, too few to go on")
+                window, before = time.monotonic(), done
             show(f"downloading {name}: {done / 1e6:,.1f}{of} MB")
         if size is not None and done < min(size, most) and not HTTP.match(address):  # aiohttp checks the size itself
             raise OSError(f"the download ended after {done:,} of {size:,} bytes")
@@ -205,6 +212,12 @@ def _filesystem(address: str) -> tuple[object, str]:
         raise _missing(protocol, PACKAGES.get(protocol, WITH_HTTP)) from None
     options = {}
     try:
+        if HTTP.match(address):
+            urlsplit(address)
+    except ValueError as problem:
+        raise _Refused(f"not a valid URL: {problem}") from None
+    try:
+        address = re.sub(r"^[a-zA-Z][\w+.-]*(?=://)", lambda one: one[0].lower(), address)
         if HTTP.match(address):
             import aiohttp
 

@@ -54,6 +54,8 @@ WORK = ("kernel", "memcpy", "memset")
 # CUDA graph. Below it they tie launches to their work.
 GRAPH_EDGE = 1 << 40
 NPU = b'"Ascend Hardware"'  # the name of a process
+# No program nests its modules as deep. The paths of deeper ones would take time and memory without bound.
+MODULES_DEEP = 100
 _start = attrgetter("start")
 
 
@@ -196,7 +198,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     _nest([*work, *spans], crossing)
     _nest(overheads, crossing)
     module_roots: dict[tuple, list[Op]] = {}
-    for root in _nest(modules, Counter()):
+    for root in _nest(modules, Counter(), MODULES_DEEP):
         module_roots.setdefault(root.track, []).append(root)
     work.sort(key=_start)
     nodes.sort(key=_start)
@@ -319,10 +321,11 @@ def _is_length(us: float | decimal.Decimal | None) -> bool:
     return is_time(us) and us >= 0
 
 
-def _nest(slices: list, crossing: Counter) -> list[Op]:
+def _nest(slices: list, crossing: Counter, deepest: float = math.inf) -> list[Op]:
     """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
-    A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
+    A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices. deepest: slices inside
+    as many others are left out.
     """
     sort_by_start(slices)
     by_track = defaultdict(list)
@@ -344,7 +347,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
                         del stack[-1], ends[-1]
                 else:
                     crossing[one.name] += 1
-            if type(one) is Op:
+            if type(one) is Op and len(stack) < deepest:
                 if stack:
                     above = one.parent = stack[-1]
                     if above.children:

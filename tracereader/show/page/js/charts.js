@@ -14,7 +14,7 @@ function swatch(value) {
 
 // points: numbers over equal stretches; marks: {at (a share of the width), text}.
 function curve({points, title, marks = []}) {
-  const width = 720, height = 150, left = 62, bottom = 20, most = Math.max(1, ...points);
+  const width = 720, height = 150, left = 62, bottom = 20, most = largest(points, 1);
   const x = place => left + (width - left - 8) * place / Math.max(1, points.length);
   const y = value => (height - bottom) * (1 - value / most) + 6 * value / most;
   let path = `M${x(0)},${height - bottom}`;

@@ -241,7 +241,7 @@ class Painter {
 
   memory(band) {
     const {context, paint} = this, {points, device, events, each} = band.memory, y = band.y + HEADER;
-    const most = Math.max(1, ...points.filter((_, place) => place % 2));
+    const most = largest(points.filter((_, place) => place % 2), 1);
     const merged = each > 1 ? `, the largest of every ${each} of ${whole(events)} events` : "";
     this.header(band, `memory allocated, ${device} · peak ${bytes(most)}${merged}`);
     context.beginPath();

@@ -6,6 +6,16 @@ function digits(value, count) {
   return value.toLocaleString("en-US", {minimumFractionDigits: count, maximumFractionDigits: count});
 }
 
+// Returns the largest of the values; `least` if all are smaller or missing. A call with a list as its arguments
+// (Math.max, push, append) fails for long lists, because arguments are on the stack.
+function largest(values, least = 0) {
+  return values.reduce((most, one) => one > most ? one : most, least);
+}
+
+function smallest(values, most) {
+  return values.reduce((least, one) => one < least ? one : least, most);
+}
+
 function unitOf(us) {
   if (us >= 1e6) return {name: "s", scale: 1e6};
   if (us >= 1e3) return {name: "ms", scale: 1e3};
@@ -21,7 +31,7 @@ function time(us) {
 
 // Returns a column's unit, in which its largest time has at most five digits before the point.
 function columnUnit(values) {
-  const most = Math.max(0, ...values.filter(one => one !== null && one !== undefined));
+  const most = largest(values);
   return most >= 1e7 ? {name: "s", scale: 1e6, digits: 2} : most >= 1e4 ? {name: "ms", scale: 1e3, digits: 2}
     : {name: "µs", scale: 1, digits: 1};
 }

@@ -57,7 +57,7 @@ function rankSteps(data) {
   const parts = rank => RANK_PARTS.map(([key, name, color]) => ({name, color, key}));
   const steps = data.beside;
   if (!steps.length) return null;
-  const most = Math.max(...data.ranks.flatMap(rank => rank.steps.map(step => step.us))) || 1;
+  const most = largest(data.ranks.flatMap(rank => rank.steps.map(step => step.us))) || 1;
   return section("step-list", "Steps of all ranks",
     `${data.on_gpu ? "From each step's first kernel to the next step's." : "On the lane that computes."}${data.steps.length > steps.length ? ` The first ${steps.length} of ${data.steps.length} steps.` : ""}`,
     el("ul", {class: "legend small"}, RANK_PARTS.map(([, name, color]) => el("li", {}, swatch(color), name))),

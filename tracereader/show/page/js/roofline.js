@@ -8,8 +8,8 @@ function rooflineSection(data, pick) {
     .filter(([, value], place, all) => all.findIndex(([, other]) => other === value) === place);
   const log = Math.log10, slope = peaks.gb_s / 1e3; // TFLOP/s at an intensity of one FLOP per byte
   const ridge = peaks.bf16 / slope;
-  const low = Math.min(0.5, ...points.map(one => one.intensity)) / 1.5, high = Math.max(ridge * 8, ...points.map(one => one.intensity)) * 1.5;
-  const least = Math.min(low * slope, ...points.map(one => one.tflops)) / 1.6, most = peaks.bf16 * 1.6;
+  const low = smallest(points.map(one => one.intensity), 0.5) / 1.5, high = largest(points.map(one => one.intensity), ridge * 8) * 1.5;
+  const least = smallest(points.map(one => one.tflops), low * slope) / 1.6, most = peaks.bf16 * 1.6;
   const x = value => left + (width - left - right) * log(value / low) / log(high / low);
   const y = value => height - bottom - (height - bottom - top) * log(value / least) / log(most / least);
   const powers = (from, to) => {
@@ -18,7 +18,7 @@ function rooflineSection(data, pick) {
     return all;
   };
   const plain = value => value >= 1000 ? whole(value) : String(Number(value.toPrecision(2)));
-  const area = Math.max(...points.map(one => one.us));
+  const area = largest(points.map(one => one.us));
   const chart = svg("svg", {viewBox: `0 0 ${width} ${height}`, class: "chart roofline", role: "img",
     "aria-label": `Roofline of ${found.device}: the kernels are in the table below`},
     powers(low, high).map(value => [svg("line", {x1: x(value), x2: x(value), y1: top, y2: height - bottom, class: "grid"}),

@@ -32,7 +32,7 @@ function timeSection(data) {
 
 function phaseTable(places, fromAutograd, head) {
   const unit = columnUnit(places.flatMap(one => [one.gpu_us, one.cpu_us]));
-  const most = Math.max(...places.map(one => head.gpu ? one.gpu_us : one.cpu_us ?? 0)) || 1;
+  const most = largest(places.map(one => head.gpu ? one.gpu_us : one.cpu_us)) || 1;
   return [
     el("h3", {}, fromAutograd ? `Phases of step ${head.step}, from autograd` : `Phases of step ${head.step}, by annotation`),
     table({id: "phases", rows: places.map((one, place) => ({...one, place})), sort: "place", down: false, columns: [
@@ -47,7 +47,7 @@ function phaseTable(places, fromAutograd, head) {
 function stepsSection(data, goTo) {
   const {steps, head} = data;
   if (!head.has_steps) return null;
-  const unit = columnUnit(steps.map(one => one.cpu_us)), most = Math.max(...steps.map(one => Math.max(one.cpu_us, one.gpu_busy_us)));
+  const unit = columnUnit(steps.map(one => one.cpu_us)), most = largest(steps.map(one => Math.max(one.cpu_us, one.gpu_busy_us)));
   return section("step-list", "Steps", `The figures of one step on this page are those of step ${head.step}.`,
     table({id: "steps-table", rows: steps.map((one, place) => ({...one, place})), sort: "place", down: false,
       pick: goTo && (row => goTo(row.place)), picked: row => row.name === head.step_name, columns: [
@@ -88,7 +88,7 @@ function kernelsSection(data, pick, isPicked) {
 
 function opsSection(data, pick) {
   if (!data.ops.length) return null;
-  const unit = columnUnit(data.ops.map(one => one.total_us)), most = Math.max(...data.ops.map(one => one.self_us)) || 1;
+  const unit = columnUnit(data.ops.map(one => one.total_us)), most = largest(data.ops.map(one => one.self_us)) || 1;
   return section("ops", "CPU ops and CUDA runtime calls", `Of step ${data.head.step}. Self time is without the ops that an op calls.`,
     table({id: "ops-table", rows: data.ops, sort: "self_us", filter: "ops by name", pick, columns: [
       {key: "name", title: "name", name: true, node: row => pick

@@ -76,7 +76,7 @@ class Slices {
     const track = this.trackOf(one), end = this.start[one] + this.dur[one], found = [];
     for (let other = one; other < track.end && (other === one || this.start[other] < end); other++)
       if (other === one || this.columns.depth[other] > this.columns.depth[one])
-        found.push(...this.byLaunch.get(other) ?? []);
+        for (const work of this.byLaunch.get(other) ?? []) found.push(work);
     return found;
   }
 
