@@ -66,6 +66,11 @@ def main(argv=None):
     )
     parser.add_argument("--whole", action="store_true", help="count the whole recording as one step")
     parser.add_argument(
+        "--process",
+        metavar="NAME",
+        help="of a file that holds several processes, read this one (a part of its name is enough)",
+    )
+    parser.add_argument(
         "--ranks",
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
@@ -157,6 +162,7 @@ def main(argv=None):
     view = View.of(args)
     if args.whole or args.steps is not None:
         view = replace(view, steps_by=StepsBy.NOTHING if args.whole else args.steps)
+    view = replace(view, process=args.process)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
@@ -302,7 +308,7 @@ def _refuse_beside_export(args) -> None:
     from tracereader.show import export
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
-                 "html", "step", "steps", "whole", "capture", "rank"):  # fmt: skip
+                 "html", "step", "steps", "whole", "process", "capture", "rank"):  # fmt: skip
         if _is_given(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)

@@ -13,6 +13,7 @@ from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import is_phase, is_torchs_own
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
+from tracereader.trace.slices import Process
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
@@ -26,7 +27,9 @@ class TraceWarning(msgspec.Struct, frozen=True):
     files of a trace without CUDA graphs; no_order, no_capture_fits and captures_differ, `count` CUDA graph launches
     that these files do not describe (see capture.tie); no_gpu_records, though the CPU launched something; no_launch, of
     `count` GPU activities that take `us` µs in sum; launched_before, the same if they precede all launched activities
-    of their streams; starts_before_launch, of `count` GPU activities, at most `us` µs
+    of their streams; one_of_several_processes, the first `names` being the process that is read and the others those of
+    `count` other processes; others_without_gpu_work, the same if no other process has any; of_no_process, `count` GPU
+    activities; front_end, the names of `count` files that are left out; starts_before_launch, of `count` GPU activities, at most `us` µs
     before their launch calls.
     """
 
@@ -58,6 +61,7 @@ class Source(msgspec.Struct, frozen=True):
     calls_in_a_step: int  # of those that end steps: 2 if each second call does
     outside_us: float | None  # of a recording with such steps, the time before and after them
     may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
+    processes: tuple[Process, ...]  # of a file that holds several: the one that is read, and then the others
     shapes_recorded: bool
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
     warnings: tuple[TraceWarning, ...]
@@ -78,6 +82,7 @@ def source(trace: Trace) -> Source:
         calls_in_a_step=trace.calls_in_a_step,
         outside_us=_outside_us(trace) if trace.steps_by is not None else None,
         may_be_steps=None if trace.has_steps else _may_be_steps(trace),
+        processes=trace.processes,
         shapes_recorded=trace.has_shapes,
         peak_bytes=_peak_bytes(trace),
         warnings=tuple(_warnings(trace)),
@@ -128,6 +133,16 @@ def _peak_bytes(trace: Trace) -> int | None:
 
 
 def _warnings(trace: Trace) -> Iterator[TraceWarning]:
+    if trace.left_out:
+        yield TraceWarning("front_end", len(trace.left_out), tuple(path.name for path in trace.left_out))
+    if trace.processes:
+        mine, *others = trace.processes
+        alike = [one for one in others if one.gpu_activities] if mine.gpu_activities else others
+        names = tuple(one.name for one in (mine, *(alike or others)))
+        what = "one_of_several_processes" if alike else "others_without_gpu_work"
+        yield TraceWarning(what, len(names) - 1, names)
+    if trace.of_no_process:
+        yield TraceWarning("of_no_process", trace.of_no_process)
     if trace.zeroed:
         yield TraceWarning("zero_times", trace.zeroed)
     if trace.crossing:

@@ -73,7 +73,7 @@ def opened(
     """
     with _progress_of(path) as show:
         try:
-            trace = read_with_captures(path, captures, limit, show, view.steps_by)
+            trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
         except TraceError as problem:
             raise BadInput(problem) from None
         show(f"measuring {counted(len(trace.steps), 'step')}")

@@ -20,7 +20,7 @@ class View(msgspec.Struct, frozen=True):
 
     by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
     a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: what
-    marks the steps, as in read().
+    marks the steps, as in read(). process: the one of several processes in a file, as in read().
     """
 
     only: Sequence[str] | None = None
@@ -30,6 +30,7 @@ class View(msgspec.Struct, frozen=True):
     brief: bool = False
     rank: int | None = None
     steps_by: str | StepsBy = StepsBy.FOUND
+    process: str | None = None
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":

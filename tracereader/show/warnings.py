@@ -1,17 +1,44 @@
 """Words the warnings about a trace."""
 
+from collections.abc import Sequence
+
+from tracereader.command import printable
 from tracereader.figures import Summary
-from tracereader.figures.source import TraceWarning
+from tracereader.figures.source import Source, TraceWarning
 from tracereader.findings.finding import activities, counted, duration
+
+NAMED = 3  # of many processes or files
 
 
 def of(summary: Summary) -> list[str]:
     """Return a sentence for each warning."""
-    return [_in_words(one, summary.source.has_steps) for one in summary.source.warnings]
+    return [_in_words(one, summary.source) for one in summary.source.warnings]
 
 
-def _in_words(one: TraceWarning, has_steps: bool) -> str:
+def _in_words(one: TraceWarning, source: Source) -> str:
     match one.name:
+        case "one_of_several_processes":
+            mine, *others = (printable(name) for name in one.names)
+            ran = f", with {counted(source.processes[0].gpu_activities, 'GPU activity', 'GPU activities')}"
+            what, ran = (" with GPU work", ran) if source.processes[0].gpu_activities else ("", "")
+            return (
+                f"the file holds {one.count + 1:,} processes{what}; this report is about {mine}{ran}; --process reads "
+                f"another one: {_some(others)}"
+            )
+        case "others_without_gpu_work":
+            mine, *others = (printable(name) for name in one.names)
+            return f"{_some(others)} in the same file {_has(one.count)} no GPU work: this report is about {mine} alone"
+        case "of_no_process":
+            return (
+                f"{activities(one.count)} {'belongs' if one.count == 1 else 'belong'} to none of the file's processes "
+                f"for sure, and {'is' if one.count == 1 else 'are'} left out"
+            )
+        case "front_end":
+            names = [printable(name) for name in one.names]
+            return (
+                f"{_some(names)} {_was(one.count)} recorded at the same time and {_has(one.count)} no launch and no GPU "
+                f"work, as the front end of a server: {'it is' if one.count == 1 else 'they are'} left out"
+            )
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "overlapping_slices":
@@ -53,7 +80,7 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
                 why = f"{'were' if several else 'was'} launched before the recording began"
             said = f"{first} ({duration(one.us)}) {why}, so "
             belong = f"{'they belong' if several else 'it belongs'} to no"
-            if not has_steps:
+            if not source.has_steps:
                 return f"{said}{belong} op"
             left_out = f"the tables of steps and names leave {'them' if several else 'it'} out"
             return f"{said}{belong} step and no op, and {left_out}"
@@ -63,3 +90,17 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
                 f"{duration(one.us)}: launch latencies and idle times by cause are wrong by about that"
             )
     raise ValueError(one.name)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and how many others there are."""
+    shown = ", ".join(names[:NAMED])
+    return shown + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
+
+
+def _has(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"

@@ -374,6 +374,19 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Process(msgspec.Struct, frozen=True):
+    """One process of a file that holds several.
+
+    name: as the file gives it. gpu_activities, gpu_us: what it ran on devices in the whole file, and the summed time.
+    has_steps: whether it has the profiler's marks of steps.
+    """
+
+    name: str
+    gpu_activities: int
+    gpu_us: float
+    has_steps: bool
+
+
 class Rank(msgspec.Struct, frozen=True):
     """The process of a distributed run that wrote the trace. groups: the process groups that it is in."""
 
@@ -418,6 +431,9 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
     counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
+    processes: tuple[Process, ...] = ()  # of a file that holds several: this one, and then the others
+    of_no_process: int = 0  # activities that belong to none of them, left out
+    left_out: tuple[Path, ...] = ()  # files of its folder that are not read: see figures/folder.py
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
     # Launches of its graphs that no capture describes, by the reason: see capture.tie.
     untied: Counter = msgspec.field(default_factory=Counter)

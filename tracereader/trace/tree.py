@@ -16,6 +16,7 @@ import msgspec
 
 from tracereader import progress
 from tracereader.trace import marks as marked
+from tracereader.trace import processes
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import (
     DEFAULT_LIMIT,
@@ -60,14 +61,16 @@ def read(
     limit: int = DEFAULT_LIMIT,
     show: Callable[[str], None] = progress.nowhere,
     steps_by: str | StepsBy = StepsBy.RECORDED,
+    process: str | None = None,
 ) -> Trace:
     """Return the trace in a file. Raises TraceError.
 
     limit: the most bytes of unpacked JSON that are read. show: shows what is done next. steps_by: what marks the steps;
-    a text names the annotation whose calls count as the steps, in place of the profiler's own marks.
+    a text names the annotation whose calls count as the steps, in place of the profiler's own marks. process: of a file
+    that holds several, the one to read, by a part of its name; None for the one with the most GPU work.
     """
     with _no_garbage_collection():
-        return _built(path, load(path, limit, show), show, steps_by)
+        return _built(path, load(path, limit, show), show, steps_by, process)
 
 
 @contextlib.contextmanager
@@ -82,7 +85,9 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy) -> Trace:
+def _built(
+    path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy, process: str | None
+) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
@@ -159,8 +164,25 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     if len(ops) + len(work) + zeroed < 2:
         raise TraceError(f"{path}: one event, too little to read")
 
+    one = processes.picked(
+        path, ops, [*frames, *dict.fromkeys(frame.track for frame in modules)], work, nodes, ties_of, events, process
+    )
+    facts, rank = document.facts, _rank(document.distributed)
+    if one is not None:
+        ops = [op for op in ops if op.track[0] == one.pid]
+        work, nodes = one.work, one.nodes
+        overheads, spans, modules, inside = (
+            [slice for slice in some if one.owns(slice.track[0])] for some in (overheads, spans, modules, inside)
+        )
+        frames = {track: some for track, some in frames.items() if one.owns(track[0])}
+        flows, memory, syncs, edges = (
+            [event for event in some if one.owns(event.pid)] for some in (flows, memory, syncs, edges)
+        )
+        if one.is_one_of_several_ranks:  # the file's other members are those of any of them
+            facts, rank = RunFacts(), None
+
     show("building the call tree")
-    facts, marks = document.facts, [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
+    marks = [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     by = None
     if isinstance(steps_by, str):
         by = marked.named(ops, steps_by, path)
@@ -190,12 +212,6 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
     marks.sort(key=_start)
-    if (processes := len({mark.track[0] for mark in marks})) > 1:
-        # Their launches have the same ids, so it cannot be known which process launched what.
-        raise TraceError(
-            f"{path}: the steps of {processes} processes in one trace, as --export writes it for Perfetto; "
-            "read the trace of each rank"
-        )
     steps, outside = _steps(marks, roots, work)
     op_names = frozenset([op.name for op in ops])
     asking = {name for name in op_names if "Occupancy" in name}
@@ -223,7 +239,9 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         devices=_devices(properties, work, "device" if taken else "GPU"),
         device_properties=properties,
         facts=facts,
-        rank=_rank(document.distributed),
+        rank=rank,
+        processes=one.processes if one is not None else (),
+        of_no_process=one.unknown if one is not None else 0,
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
         crossing=crossing,

@@ -1,0 +1,190 @@
+"""Picks one process of a trace that holds several, as tools write it that merge the traces of a job's ranks."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tracereader.trace.decoded import decoded, printable_text
+from tracereader.trace.document import Event, TraceError
+from tracereader.trace.labels import STEP
+from tracereader.trace.slices import Op, Process, Work
+
+NAMED = 3  # processes in an error
+# What a merging tool writes before a process's number: "[TP00-DP00] 1234" of SGLang. --export of this reader writes it
+# into the names of processes: "rank 0 CPU".
+BEFORE_A_NUMBER, RANK = re.compile(r"(.*?\w)[\W_]+\d+"), re.compile(r"\brank\W?\d+", re.I)
+Pid = int | str | None
+# What ties GPU work to its launch: its device and the call's correlation id.
+Ties = tuple[Pid, int | None]
+
+
+class Picked(msgspec.Struct, frozen=True):
+    """The process that is read. processes: all of the trace; the read one comes first.
+
+    owns: returns whether events of this pid belong to it. work, nodes: its own. unknown: the number of activities
+    whose process the trace does not tell.
+    """
+
+    pid: Pid
+    processes: tuple[Process, ...]
+    owns: Callable[[Pid], bool]
+    work: list[Work]
+    nodes: list[Work]
+    unknown: int
+
+    @property
+    def is_one_of_several_ranks(self) -> bool:
+        """Return whether another process has GPU work, or steps, too."""
+        return any(one.gpu_activities or one.has_steps for one in self.processes[1:])
+
+
+def picked(
+    path: Path,
+    ops: Sequence[Op],
+    tracks: Iterable[tuple],
+    work: Sequence[Work],
+    nodes: Sequence[Work],
+    ties_of: Callable[[Sequence], Iterator],
+    events: Sequence[Event | None],
+    wanted: str | None,
+) -> Picked | None:
+    """Return the process to read: the wanted one, or the one with the most GPU work; None if the trace has only one.
+
+    tracks: those of Python functions. ties_of: see tree.ties_of(). wanted: a part of the process's name. Raises
+    TraceError if there is no such process, and if the launches of several processes have the same ids and nothing else
+    tells which one launched what.
+    """
+    # A thread without ops may be a runtime's own, whose launches are those of the only process with ops.
+    hosts = dict.fromkeys(op.track[0] for op in ops if op.kind != "runtime")
+    hosts |= dict.fromkeys(track[0] for track in tracks)
+    if len(hosts) < 2:
+        if wanted is not None:
+            raise TraceError(f"{path}: --process {wanted}: the trace holds one process only")
+        return None
+    hosts |= dict.fromkeys(op.track[0] for op in ops)
+    names = _names(events)
+    labels: dict[str, list[Pid]] = defaultdict(list)
+    for pid in hosts:
+        labels[_label(pid, names)].append(pid)
+    callers: dict[int, dict[Pid, None]] = defaultdict(dict)
+    calls = [op for op in ops if op.kind == "runtime"]
+    for op, ties in zip(calls, ties_of(calls), strict=True):
+        if ties.correlation is not None:
+            callers[ties.correlation][op.track[0]] = None
+    everything = [*work, *nodes]
+    owners, is_unclear = _owners(everything, list(ties_of(everything)), callers, labels, names)
+    if is_unclear:
+        shown = ", ".join(_name(pid, names) for pid in list(hosts)[:NAMED])
+        more = f" and {len(hosts) - NAMED} more" * (len(hosts) > NAMED)
+        raise TraceError(
+            f"{path}: launches of several processes ({shown}{more}) have the same ids, so it cannot be known which "
+            "process launched what; read the trace of each process"
+        )
+    activities, ns = Counter(owners[: len(work)]), Counter()
+    for one, owner in zip(work, owners, strict=False):
+        ns[owner] += one.dur
+    slices = Counter(op.track[0] for op in ops)
+    stepping = {op.track[0] for op in ops if op.kind == "label" and op.name.startswith(STEP)}
+    found = {pid: Process(_name(pid, names), activities[pid], ns[pid] / 1e3, pid in stepping) for pid in hosts}
+    order = sorted(hosts, key=lambda pid: (-ns[pid], -activities[pid], pid not in stepping, -slices[pid]))
+    chosen = order[0] if wanted is None else _wanted(path, wanted, found)
+    order.remove(chosen)
+    lanes = defaultdict(set)
+    for one, owner in zip(everything, owners, strict=True):
+        lanes[one.track[0]].add(owner)
+
+    def owns(pid: Pid) -> bool:
+        if pid in hosts:
+            return pid == chosen
+        if pid in lanes:
+            return chosen in lanes[pid]
+        with_label = labels.get(_label(pid, names))
+        return not with_label or chosen in with_label
+
+    mine = [one for one, owner in zip(everything, owners, strict=True) if owner == chosen]
+    return Picked(
+        pid=chosen,
+        processes=tuple(found[pid] for pid in (chosen, *order)),
+        owns=owns,
+        work=[one for one in mine if one.kind != "node"],
+        nodes=[one for one in mine if one.kind == "node"],
+        unknown=activities[None],
+    )
+
+
+def _owners(
+    everything: Sequence[Work],
+    ties: Sequence,
+    callers: Mapping[int, Mapping[Pid, None]],
+    labels: Mapping[str, Sequence[Pid]],
+    names: Mapping[Pid, str],
+) -> tuple[list[Pid], bool]:
+    """Return the process of each activity, None if it is not known; and whether several may have launched one.
+
+    An activity belongs to the process with its launch. Where processes have calls of the same id, or none has it, the
+    process with the same label counts, or the one process to which all other activities of the device are tied.
+    """
+    of_lane = {pid: labels.get(_label(pid, names), ()) for pid in {one.track[0] for one in everything}}
+    may_be: list[Sequence[Pid]] = []
+    places = []
+    tied: dict[tuple, set] = defaultdict(set)
+    for one, tie in zip(everything, ties, strict=True):
+        here, calling = of_lane[one.track[0]], callers.get(tie.correlation, ())
+        if len(here) == 1:
+            found = here
+        elif here and len(calling) > 1:
+            found = [pid for pid in here if pid in calling]
+        else:
+            found = list(calling)
+        may_be.append(found)
+        places.append(place := (one.track[0], tie.device))
+        if len(found) == 1:
+            tied[place].add(found[0])
+    launching = set().union(*tied.values())
+    owners, is_unclear = [], False
+    for found, place in zip(may_be, places, strict=True):
+        owner = found[0] if len(found) == 1 else None
+        if owner is None:
+            known = tied.get(place) or (launching if not found else ())
+            owner = next(iter(known)) if len(known) == 1 else None
+            is_unclear = is_unclear or (bool(found) and owner not in found)
+        owners.append(owner)
+    return owners, is_unclear
+
+
+def _names(events: Sequence[Event | None]) -> dict[Pid, str]:
+    """Return the names of processes that a file gives beside their events."""
+    found = {}
+    for event in events:
+        if event is not None and event.ph == "M" and event.name == "process_name":
+            args = decoded(event.args)
+            if isinstance(args, dict) and isinstance(args.get("name"), str):
+                found[event.pid] = args["name"]
+    return found
+
+
+def _label(pid: Pid, names: Mapping[Pid, str]) -> str:
+    """Return what a merging tool wrote to tell one rank's processes and devices from others; "" without it."""
+    if isinstance(pid, str) and (before := BEFORE_A_NUMBER.fullmatch(pid)):
+        return before[1]
+    rank = RANK.search(names.get(pid, ""))
+    return rank[0] if rank else ""
+
+
+def _name(pid: Pid, names: Mapping[Pid, str]) -> str:
+    rank = RANK.search(names.get(pid, ""))
+    return printable_text(rank[0] if rank else str(pid))
+
+
+def _wanted(path: Path, wanted: str, found: Mapping[Pid, Process]) -> Pid:
+    """Return the process of this name, or whose name contains it. Raises TraceError if there is no one such process."""
+    same = [pid for pid, one in found.items() if wanted in (one.name, str(pid))]
+    same = same or [pid for pid, one in found.items() if wanted.lower() in one.name.lower()]
+    if len(same) == 1:
+        return same[0]
+    shown = ", ".join(one.name for one in list(found.values())[:NAMED])
+    more = f" and {len(found) - NAMED} more" * (len(found) > NAMED)
+    raise TraceError(f"{path}: --process {wanted}: the processes are {shown}{more}")
