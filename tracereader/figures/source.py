@@ -29,7 +29,7 @@ class TraceWarning(msgspec.Struct, frozen=True):
     `count` GPU activities that take `us` µs in sum; launched_before, the same if they precede all launched activities
     of their streams; one_of_several_processes, the first `names` being the process that is read and the others those of
     `count` other processes; others_without_gpu_work, the same if no other process has any; of_no_process, `count` GPU
-    activities; front_end, the names of `count` files that are left out; starts_before_launch, of `count` GPU activities, at most `us` µs
+    activities; starts_before_launch, of `count` GPU activities, at most `us` µs
     before their launch calls.
     """
 
@@ -133,8 +133,6 @@ def _peak_bytes(trace: Trace) -> int | None:
 
 
 def _warnings(trace: Trace) -> Iterator[TraceWarning]:
-    if trace.left_out:
-        yield TraceWarning("front_end", len(trace.left_out), tuple(path.name for path in trace.left_out))
     if trace.processes:
         mine, *others = trace.processes
         alike = [one for one in others if one.gpu_activities] if mine.gpu_activities else others

@@ -43,8 +43,8 @@ SECTION_KEYS = {
                  "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
                  "cast_products"),
 }  # fmt: skip
-ALWAYS = ("version", "trace", "lesson", "devices", "rank", "world_size", "has_steps", "steps_by", "steps_end_with_it", "processes",
-          "calls_in_a_step", "outside_us", "shapes_recorded", "warnings", "busy_machine", "typical_step",
+ALWAYS = ("version", "trace", "lesson", "devices", "rank", "world_size", "has_steps", "steps_by", "steps_end_with_it",
+          "processes", "calls_in_a_step", "outside_us", "shapes_recorded", "warnings", "busy_machine", "typical_step",
           "typical_index", "window_us", "recorded_step_us", "unprofiled_step_us")  # fmt: skip
 # Raised when a documented name disappears or changes its meaning.
 VERSION = 2
@@ -67,7 +67,7 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
         document |= value if name in FLAT else {name: value}
     for step, row in zip(summary.steps, document["steps"], strict=True):
         row["cause"] = steps.cause(summary, step)
-    document["warnings"] = warnings.of(summary)
+    document["warnings"] = [*warnings.of_folder(view.left_out), *warnings.of(summary)]
     document["busy_machine"] = steps.busy_machine(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [

@@ -132,7 +132,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
         ("short", lambda: _tokens(out, summary)),
-        (ALWAYS, lambda: _notes(out, summary)),
+        (ALWAYS, lambda: _notes(out, summary, view)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
         (
@@ -272,13 +272,13 @@ def _tokens(out: Console, summary: Summary) -> None:
         paragraph(out, plain(capitalized(line)), rest="  ")
 
 
-def _notes(out: Console, summary: Summary) -> None:
+def _notes(out: Console, summary: Summary, view: View) -> None:
     """Print notes and warnings about the trace itself."""
     if summary.left_out:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
     busy = steps.busy_machine(summary)
-    for text in [*warnings.of(summary), *([busy] if busy else [])]:
+    for text in [*warnings.of_folder(view.left_out), *warnings.of(summary), *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 

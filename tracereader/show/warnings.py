@@ -1,11 +1,13 @@
 """Words the warnings about a trace."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from tracereader.command import printable
+from tracereader.command import is_url, printable
 from tracereader.figures import Summary
 from tracereader.figures.source import Source, TraceWarning
 from tracereader.findings.finding import activities, counted, duration
+from tracereader.show.text import shown_path
 
 NAMED = 3  # of many processes or files
 
@@ -13,6 +15,18 @@ NAMED = 3  # of many processes or files
 def of(summary: Summary) -> list[str]:
     """Return a sentence for each warning."""
     return [_in_words(one, summary.source) for one in summary.source.warnings]
+
+
+def of_folder(left_out: Sequence[Path]) -> list[str]:
+    """Return a sentence on the files of a folder that are left out as front ends; none without any."""
+    if not left_out:
+        return []
+    several = len(left_out) > 1
+    names = _some([str(path) if is_url(path) else shown_path(path) for path in left_out])
+    return [
+        f"{names} {'were' if several else 'was'} recorded at the same time and {_has(len(left_out))} no launch and no "
+        f"GPU work, as the front end of a server: {'they are' if several else 'it is'} left out"
+    ]
 
 
 def _in_words(one: TraceWarning, source: Source) -> str:
@@ -32,12 +46,6 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             return (
                 f"{activities(one.count)} {'belongs' if one.count == 1 else 'belong'} to none of the file's processes "
                 f"for sure, and {'is' if one.count == 1 else 'are'} left out"
-            )
-        case "front_end":
-            names = [printable(name) for name in one.names]
-            return (
-                f"{_some(names)} {_was(one.count)} recorded at the same time and {_has(one.count)} no launch and no GPU "
-                f"work, as the front end of a server: {'it is' if one.count == 1 else 'they are'} left out"
             )
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
@@ -100,7 +108,3 @@ def _some(names: Sequence[str]) -> str:
 
 def _has(count: int) -> str:
     return "has" if count == 1 else "have"
-
-
-def _was(count: int) -> str:
-    return "was" if count == 1 else "were"

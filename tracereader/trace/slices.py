@@ -433,7 +433,6 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     processes: tuple[Process, ...] = ()  # of a file that holds several: this one, and then the others
     of_no_process: int = 0  # activities that belong to none of them, left out
-    left_out: tuple[Path, ...] = ()  # files of its folder that are not read: see figures/folder.py
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
     # Launches of its graphs that no capture describes, by the reason: see capture.tie.
     untied: Counter = msgspec.field(default_factory=Counter)
