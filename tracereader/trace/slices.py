@@ -419,6 +419,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
+    backend: str | None  # the kind of its devices, as in backends.py; None where nothing shows it
     device_properties: dict[object, dict]  # by the device's number, as the driver reported them to the profiler
     facts: RunFacts
     rank: Rank | None

@@ -17,6 +17,7 @@ import msgspec
 from tracereader import progress
 from tracereader.trace import marks as marked
 from tracereader.trace import processes
+from tracereader.trace.backends import backend_of, only_waits
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import (
     DEFAULT_LIMIT,
@@ -101,7 +102,8 @@ def _built(
     frames: dict[tuple, list[Frame]] = defaultdict(list)
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
-    kinds, not_known, taken = _kinds(events)
+    categories = {event.cat for event in events}
+    kinds, not_known, taken = _kinds(events, categories)
     special = ("python", *WORK)  # their names decide, too
     made = {
         cat: (kind, made[kind][0], made[kind][1].append, kind not in special)
@@ -145,8 +147,11 @@ def _built(
         elif kind == "python" and not name.startswith(MODULE):
             frames[track].append(Frame(name, start, start + length))
         else:
-            if make is Work and name in ("Memcpy", "Memset"):
-                name = _copy_in_words(event)
+            if make is Work:
+                if _only_waits(event):
+                    continue
+                if name in ("Memcpy", "Memset"):
+                    name = _copy_in_words(event)
             into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     for op in old_ops:
@@ -214,6 +219,7 @@ def _built(
     marks.sort(key=_start)
     steps, outside = _steps(marks, roots, work)
     op_names = frozenset([op.name for op in ops])
+    devices = _devices(properties, work, "device" if taken else "GPU")
     asking = {name for name in op_names if "Occupancy" in name}
     return Trace(
         path=path,
@@ -236,7 +242,14 @@ def _built(
         frames=dict(frames),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
-        devices=_devices(properties, work, "device" if taken else "GPU"),
+        devices=devices,
+        backend=backend_of(
+            devices,
+            {op.name for op in ops if op.kind == "runtime"},
+            _names_of_processes(events),
+            categories,
+            op_names,
+        ),
         device_properties=properties,
         facts=facts,
         rank=rank,
@@ -254,14 +267,14 @@ def _built(
     )
 
 
-def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
+def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], Counter, Counter]:
     """Return each category's kind, and counts of device slices of unknown categories: left out, and taken as work.
 
     An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
-    unknown = {event.cat for event in events}.difference(KINDS, NO_SLICES)
-    strange = [event for event in events if event.ph == "X" and event.cat in unknown] if unknown else ()
+    unknown = categories.difference(KINDS, NO_SLICES)
+    strange = [event for event in events if event.ph == "X" and event.cat in unknown and not _only_waits(event)]
     if not strange:
         return KINDS, Counter(), Counter()
     devices = {
@@ -273,6 +286,11 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     if not found or any(KINDS.get(event.cat) in WORK for event in events if event.ph == "X"):
         return KINDS, found, Counter()
     return KINDS | dict.fromkeys(found, "kernel"), Counter(), found
+
+
+def _only_waits(event: Event) -> bool:
+    """Return whether a slice of a device's lane is a wait for an event, or its record."""
+    return only_waits(event.name) and b'"grid"' not in bytes(event.args)
 
 
 # Kinds of memory, which a memset of torch's collector of CUDA activities has as a number.
@@ -578,6 +596,14 @@ def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tup
     """Return the names of the devices with work; their numbers if the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
+
+
+def _names_of_processes(events: list[Event | None]) -> Iterator[str]:
+    """Yield the names and labels that the file gives to processes, among which profilers list devices."""
+    for event in events:
+        if event is not None and event.ph == "M" and event.name in ("process_name", "process_labels"):
+            args = decoded(event.args)
+            yield from map(str, args.values() if isinstance(args, dict) else ())
 
 
 # The name that torch.profiler.tensorboard_trace_handler gives a file if the program does not name it.
