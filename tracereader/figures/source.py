@@ -52,6 +52,7 @@ class Source(msgspec.Struct, frozen=True):
     trace: str
     facts: RunFacts
     devices: list[str]
+    backend: str | None  # the kind of these devices, as in trace/backends.py; None where nothing shows it
     compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
@@ -73,6 +74,7 @@ def source(trace: Trace) -> Source:
         trace=str(trace.path),
         facts=trace.facts,
         devices=list(trace.devices),
+        backend=trace.backend,
         compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
@@ -121,6 +123,8 @@ def _outside_us(trace: Trace) -> float:
 
 
 def _compute_capability(trace: Trace) -> str | None:
+    if trace.backend not in ("cuda", None):
+        return None  # AMD's devices have numbers of this name, too
     pairs = [(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()]
     if not all(type(number) is int for pair in pairs for number in pair) or len(set(pairs)) != 1:
         return None

@@ -39,6 +39,7 @@ What is not modelled:
 import bisect
 import math
 import operator
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
+from tracereader.trace.backends import shows_use
 
 # If the replay of an unchanged trace differs from the recorded step by more than this share, no change is priced.
 TOLERANCE = 0.03
@@ -78,12 +80,14 @@ AMONG_LAST = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
-# In the names of launches, and of the ops of libraries for GPUs: Apple's, NVIDIA's and AMD's. An LSTM on the CPU calls
+# In the names of launches, and of the ops of libraries for NVIDIA's and AMD's GPUs. An LSTM on the CPU calls
 # aten::cudnn_is_acceptable.
 OF_A_GPU = (
-    "Launch", "_mps", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
+    "Launch", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
     "_efficient_attention_", "_flash_attention_forward", "_pin_memory",
 )  # fmt: skip
+# In the names of calls that wait for a device: CUDA's, HIP's and Ascend's, and those of Intel's unified runtime.
+WAITS = re.compile("Synchronize|^urEventWait|^urQueueFinish")
 # In the names of the calls that make a stream wait for an event.
 STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
@@ -304,7 +308,7 @@ def runs_on_the_cpu(trace: Trace) -> bool:
 
     A recording of the CPU's activities alone shows no kernels of a program that uses a GPU.
     """
-    if trace.work or trace.device_properties:
+    if trace.work or trace.device_properties or shows_use(trace.backend):
         return False
     return not any(part in name for name in trace.op_names for part in OF_A_GPU)
 
@@ -350,7 +354,7 @@ def _behind_us(step: Step) -> float:
 
 def is_wait(call: Op) -> bool:
     """Return whether a runtime call returns only after some GPU work has ended."""
-    if "Synchronize" in call.name:
+    if WAITS.search(call.name):
         return True
     if "Memcpy" not in call.name or not call.work:
         return False
@@ -368,7 +372,7 @@ def waits_of(step: Step) -> list[Op]:
 
 def may_wait(name: str) -> bool:
     """Return whether some calls of this name wait."""
-    return "Synchronize" in name or "Memcpy" in name
+    return "Memcpy" in name or WAITS.search(name) is not None
 
 
 class _Builder:

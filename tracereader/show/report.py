@@ -21,6 +21,7 @@ from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, recording, steps
+from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
@@ -225,7 +226,7 @@ def _redundant(summary: Summary) -> set[str]:
 
 def _header(out: Console, summary: Summary, view: View) -> None:
     """Print what was recorded: the device, the rank, the steps, and the number of kernels per step."""
-    nothing = "no GPU activity recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
+    nothing = steps.without_activity(summary)
     if summary.waits_for == "capture":
         nothing = "no GPU activity"  # a capture runs nothing
     words = [", ".join(dict.fromkeys(summary.source.devices)) or nothing]
@@ -453,8 +454,9 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
-    """Print the ops and the CUDA runtime API calls by self time; the latter apart, because many of them wait."""
-    tables = [("CUDA runtime API calls, one step", summary.cpu.runtime)]
+    """Print the ops and the runtime's calls by self time; the latter apart, because many of them wait."""
+    calls = in_its_words("CUDA runtime API calls, one step", summary.source.backend)
+    tables = [(calls, summary.cpu.runtime)]
     if summary.has_gpu_work:  # without it the table of the ops is above
         tables.insert(0, ("CPU ops by self time, one step", summary.cpu.ops))
     for title, table in tables:

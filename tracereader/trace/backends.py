@@ -9,13 +9,13 @@ from collections.abc import Iterable
 # runtime's calls begin; and what the names of its ops begin with. A backend is named as torch names its device, but
 # AMD's, which torch calls cuda, is hip.
 BACKENDS = {
-    "cuda": (r"NVIDIA|GeForce|Quadro|Tesla", r"cuda[A-Z]|cu[A-Z]", r"aten::_?cudnn_(?!is_acceptable)"),
+    "cuda": (r"NVIDIA|GeForce|Quadro|Tesla", r"cuda[A-Z]|cu[A-Z]", r"aten::\w*cudnn_(?!is_acceptable)"),
     "hip": (r"AMD|Radeon|Instinct|\bgfx\d", r"hip[A-Z]|hsa_", r"aten::miopen_"),
     "xpu": (r"Intel|\bXPU\b", r"ur[A-Z]|ze[A-Z]|sycl|pi[A-Z]", r"xpu::"),
     "npu": (r"Ascend|\bNPU\b", r"acl|AscendCL", r"npu::|aclnn"),
     "mtia": (r"\bMTIA\b", r"mtia|runFunction", r"mtia::"),
     "hpu": (r"Gaudi|Habana|\bHL-\d|\bHPU\b", r"syn[A-Z]", r"hpu::"),
-    "mps": (r"Apple|Metal|\bMPS\b", r"mps|MTL|metal", r"aten::_mps_|mps::"),
+    "mps": (r"Apple|Metal|\bMPS\b", r"mps|MTL|metal", r"aten::\w*_mps|mps::"),
     "xla": (r"\bTPU\b", r"xla|Pjrt|PJRT", r"xla::"),
     "musa": (r"Moore Threads|\bMTT\b", r"musa[A-Z]|mu[A-Z]", r"musa::"),
     "mlu": (r"Cambricon|\bMLU", r"cn[A-Z]", r"torch_mlu::"),
@@ -23,10 +23,11 @@ BACKENDS = {
 OTHER = "other"  # an accelerator that only its categories show, such as privateuse1_runtime
 # Categories of Kineto with these beginnings are also those of other backends than CUDA.
 OF_ANY = ("cuda", "gpu", "cpu", "user", "python", "hardware")
-CATEGORY = re.compile(r"(\w+?)_(?:runtime|driver|sync|op|ccp_events|event)\Z")
+CATEGORY = re.compile(r"([a-z]+\d*)_\w*(?:runtime|driver|sync|op|events?)")
 # The words of which the names of waits and records of events on a device's lane consist.
 WAITS = {
-    "wait", "waits", "record", "sync", "synchronize", "synchronization", "barrier", "marker", "notify", "signal", "reset",
+    "wait", "waits", "record", "sync", "synchronize", "synchronization", "barrier", "marker", "notify", "signal",
+    "reset",
 }  # fmt: skip
 AWAITED = {
     "event", "events", "stream", "context", "device", "queue", "notifier", "semaphore", "fence", "remote", "hardware",
@@ -51,10 +52,18 @@ def backend_of(
     for place, names in ((0, devices), (1, calls), (0, processes)):
         if found := _most(names, place):
             return found
-    own = {match[1] for one in categories if (match := CATEGORY.match(one))}
+    own = {match[1] for one in categories if (match := CATEGORY.fullmatch(one))}
     if others := sorted(own.difference(OF_ANY)):
         return next((one for one in others if one in BACKENDS), OTHER)
     return _most(op_names, 2) or ("cuda" if "cuda" in own else None)
+
+
+def shows_use(backend: str | None) -> bool:
+    """Return whether this backend of a trace without GPU work shows that the program used a device.
+
+    The profiler itself synchronizes with CUDA's and HIP's devices, also for a program on the CPU.
+    """
+    return backend not in (None, "cuda", "hip")
 
 
 def _most(names: Iterable[str], place: int) -> str | None:

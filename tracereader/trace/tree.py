@@ -249,7 +249,8 @@ def _built(
             _names_of_processes(events),
             categories,
             op_names,
-        ),
+        )
+        or ("other" if taken else None),
         device_properties=properties,
         facts=facts,
         rank=rank,
@@ -274,9 +275,13 @@ def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], C
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
     unknown = categories.difference(KINDS, NO_SLICES)
+    # Kineto's plug-ins name theirs alike: gcu_runtime, musa_driver, gcu_sync.
+    calls = {one: "runtime" for one in unknown if one.endswith(("_runtime", "_driver"))}
+    known = KINDS | calls | {one: "mark" for one in unknown if one.endswith("_sync")}
+    unknown.difference_update(known)
     strange = [event for event in events if event.ph == "X" and event.cat in unknown and not _only_waits(event)]
     if not strange:
-        return KINDS, Counter(), Counter()
+        return known, Counter(), Counter()
     devices = {
         event.pid
         for event in events
@@ -284,8 +289,8 @@ def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], C
     }
     found = Counter(event.cat for event in strange if event.pid in devices or b'"stream"' in bytes(event.args))
     if not found or any(KINDS.get(event.cat) in WORK for event in events if event.ph == "X"):
-        return KINDS, found, Counter()
-    return KINDS | dict.fromkeys(found, "kernel"), Counter(), found
+        return known, found, Counter()
+    return known | dict.fromkeys(found, "kernel"), Counter(), found
 
 
 def _only_waits(event: Event) -> bool:
