@@ -9,13 +9,14 @@ from tracereader.trace.backends import BACKENDS
 CUDA, CUDA_OR_HIP = ("cuda",), ("cuda", "hip")
 ON_HIP = (
     (r"CUDA (runtime|calls|loads)", r"HIP \1"), (r"\bcuda(?=[A-Z])", "hip"), ("cuDNN", "MIOpen"),
-    ("cuBLAS", "hipBLASLt"), ("([Tt])ensor cores", lambda found: ("M" if found[1] == "T" else "m") + "atrix cores"),
+    ("cuBLAS", "hipBLASLt"), (r"\bSMs\b", "compute units"), ("tensor cores", "matrix cores"),
+    ("Tensor cores", "Matrix cores"),
 )  # fmt: skip
 ELSEWHERE = (
     (r"CUDA runtime API calls", "runtime calls"), (r"CUDA calls", "runtime calls"), ("CUDA loads", "The runtime loads"),
     (r"\bcudaDeviceSynchronize", "synchronization of the device"), (", pin_memory=True", ""),
     ("cuDNN and cuBLAS choose and prepare", "such libraries choose and prepare"),
-    (r"torch\.cuda\.synchronize\(\)", r"torch.{module}.synchronize()"), ('device="cuda"', 'device="{device}"'),
+    (r"torch\.cuda\.synchronize\(\)", r"torch.{device}.synchronize()"), ('device="cuda"', 'device="{device}"'),
     (r"autocast\('cuda'", "autocast('{device}'"),
 )  # fmt: skip
 
@@ -29,9 +30,7 @@ def in_its_words(text: str, backend: str | None) -> str:
     """Return a sentence about CUDA in the words of a trace's backend; unchanged where the trace does not show one."""
     if backend in (None, "cuda"):
         return text
-    module = backend if backend in BACKENDS else "accelerator"
+    device = backend if backend in BACKENDS else "accelerator"
     for pattern, words in ON_HIP if backend == "hip" else ELSEWHERE:
-        if isinstance(words, str):
-            words = words.replace("{module}", module).replace("{device}", module)
-        text = re.sub(pattern, words, text)
+        text = re.sub(pattern, words.replace("{device}", device), text)
     return text
