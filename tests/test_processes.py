@@ -145,6 +145,29 @@ def test_ops_of_workers_count_in_no_figure(written, capsys):
         assert name == "trace" or value == told[0][name]
 
 
+def test_a_device_without_a_label_is_not_that_of_the_only_process_without_one(written):
+    events = [*process("[TP00] 1000", 0, 0), *process("[TP01] 1001", 1, 1, first=500, us=20), *ops_only(77)]
+    trace = read(written(*events))
+    assert trace.processes[0].name == "[TP01] 1001" and {one.dur for one in trace.work} == {20_000}
+
+
+def test_work_whose_launches_are_lost_is_that_of_the_process_with_steps(written):
+    mark = event("ProfilerStep#1", "user_annotation", 990, 700) | {"pid": 1000}
+    events = [e for e in process(1000, 0, 0) if e["cat"] != "cuda_runtime"]
+    trace = read(written(mark, *events, *ops_only(2000, 500)))
+    assert len(trace.work) == 6 and trace.processes[0].name == "1000" and not trace.of_no_process
+
+
+def test_a_runtimes_own_thread_and_annotations_of_a_tool_are_no_processes(written):
+    events = process(1000, 0, 0)
+    for one in events:
+        if one["cat"] == "cuda_runtime":
+            one["pid"] = 4000
+    lane = event("iteration", "user_annotation", 1_000, 500) | {"pid": "Iterations"}
+    trace = read(written(*events, lane))
+    assert trace.processes == () and all(one.launch is not None for one in trace.work)
+
+
 @pytest.mark.parametrize("name", ["7", "TP", "x"])
 def test_a_process_that_is_not_there_or_not_the_only_one_is_refused(written, capsys, name):
     assert cli.main([str(written(*sglang(0), *sglang(1))), "--process", name]) == 2

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,8 +17,6 @@ NAMED = 3  # processes in an error
 # into the names of processes: "rank 0 CPU".
 BEFORE_A_NUMBER, RANK = re.compile(r"(.*?\w)[\W_]+\d+"), re.compile(r"\brank\W?\d+", re.I)
 Pid = int | str | None
-# What ties GPU work to its launch: its device and the call's correlation id.
-Ties = tuple[Pid, int | None]
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -58,7 +56,7 @@ def picked(
     tells which one launched what.
     """
     # A thread without ops may be a runtime's own, whose launches are those of the only process with ops.
-    hosts = dict.fromkeys(op.track[0] for op in ops if op.kind != "runtime")
+    hosts = dict.fromkeys(op.track[0] for op in ops if op.kind == "op" or op.name.startswith(STEP))
     hosts |= dict.fromkeys(track[0] for track in tracks)
     if len(hosts) < 2:
         if wanted is not None:
@@ -66,28 +64,26 @@ def picked(
         return None
     hosts |= dict.fromkeys(op.track[0] for op in ops)
     names = _names(events)
-    labels: dict[str, list[Pid]] = defaultdict(list)
+    labels: dict[str, dict[Pid, None]] = defaultdict(dict)
     for pid in hosts:
-        labels[_label(pid, names)].append(pid)
+        labels[_label(pid, names)][pid] = None
     callers: dict[int, dict[Pid, None]] = defaultdict(dict)
     calls = [op for op in ops if op.kind == "runtime"]
     for op, ties in zip(calls, ties_of(calls), strict=True):
         if ties.correlation is not None:
             callers[ties.correlation][op.track[0]] = None
     everything = [*work, *nodes]
-    owners, is_unclear = _owners(everything, list(ties_of(everything)), callers, labels, names)
+    stepping = {op.track[0] for op in ops if op.name.startswith(STEP)}
+    owners, is_unclear = _owners(everything, list(ties_of(everything)), callers, labels, names, stepping)
     if is_unclear:
-        shown = ", ".join(_name(pid, names) for pid in list(hosts)[:NAMED])
-        more = f" and {len(hosts) - NAMED} more" * (len(hosts) > NAMED)
         raise TraceError(
-            f"{path}: launches of several processes ({shown}{more}) have the same ids, so it cannot be known which "
-            "process launched what; read the trace of each process"
+            f"{path}: launches of several processes ({_some([_name(pid, names) for pid in hosts])}) have the same ids, "
+            "so it cannot be known which process launched what; read the trace of each process"
         )
     activities, ns = Counter(owners[: len(work)]), Counter()
     for one, owner in zip(work, owners, strict=False):
         ns[owner] += one.dur
     slices = Counter(op.track[0] for op in ops)
-    stepping = {op.track[0] for op in ops if op.kind == "label" and op.name.startswith(STEP)}
     found = {pid: Process(_name(pid, names), activities[pid], ns[pid] / 1e3, pid in stepping) for pid in hosts}
     order = sorted(hosts, key=lambda pid: (-ns[pid], -activities[pid], pid not in stepping, -slices[pid]))
     chosen = order[0] if wanted is None else _wanted(path, wanted, found)
@@ -119,37 +115,39 @@ def _owners(
     everything: Sequence[Work],
     ties: Sequence,
     callers: Mapping[int, Mapping[Pid, None]],
-    labels: Mapping[str, Sequence[Pid]],
+    labels: Mapping[str, Collection[Pid]],
     names: Mapping[Pid, str],
+    stepping: Collection[Pid],
 ) -> tuple[list[Pid], bool]:
     """Return the process of each activity, None if it is not known; and whether several may have launched one.
 
     An activity belongs to the process with its launch. Where processes have calls of the same id, or none has it, the
-    process with the same label counts, or the one process to which all other activities of the device are tied.
+    process with the same label counts, or the one process to which all other activities of the device are tied. Where
+    nothing ties an activity, it is that of the only process with launches or, without any launch, with steps.
     """
-    of_lane = {pid: labels.get(_label(pid, names), ()) for pid in {one.track[0] for one in everything}}
-    may_be: list[Sequence[Pid]] = []
-    places = []
+    label_of = {pid: _label(pid, names) for pid in {one.track[0] for one in everything}}
+    known: dict[tuple, Sequence[Pid]] = {}  # by label and id: many processes may have a call of one id
+    may_be, places = [], []
     tied: dict[tuple, set] = defaultdict(set)
     for one, tie in zip(everything, ties, strict=True):
-        here, calling = of_lane[one.track[0]], callers.get(tie.correlation, ())
-        if len(here) == 1:
-            found = here
-        elif here and len(calling) > 1:
-            found = [pid for pid in here if pid in calling]
-        else:
-            found = list(calling)
+        key = label_of[one.track[0]], tie.correlation
+        if (found := known.get(key)) is None:
+            here, calling = labels.get(key[0], ()) if key[0] else (), callers.get(key[1], {})
+            several = here and len(calling) > 1
+            found = known[key] = (
+                list(here) if len(here) == 1 else [pid for pid in calling if not several or pid in here]
+            )
         may_be.append(found)
         places.append(place := (one.track[0], tie.device))
         if len(found) == 1:
             tied[place].add(found[0])
-    launching = set().union(*tied.values())
+    launching = set().union(*tied.values()) or set().union(*callers.values()) or set(stepping)
     owners, is_unclear = [], False
     for found, place in zip(may_be, places, strict=True):
         owner = found[0] if len(found) == 1 else None
         if owner is None:
-            known = tied.get(place) or (launching if not found else ())
-            owner = next(iter(known)) if len(known) == 1 else None
+            may_own = tied.get(place) or (launching if not found else ())
+            owner = next(iter(may_own)) if len(may_own) == 1 else None
             is_unclear = is_unclear or (bool(found) and owner not in found)
         owners.append(owner)
     return owners, is_unclear
@@ -185,6 +183,8 @@ def _wanted(path: Path, wanted: str, found: Mapping[Pid, Process]) -> Pid:
     same = same or [pid for pid, one in found.items() if wanted.lower() in one.name.lower()]
     if len(same) == 1:
         return same[0]
-    shown = ", ".join(one.name for one in list(found.values())[:NAMED])
-    more = f" and {len(found) - NAMED} more" * (len(found) > NAMED)
-    raise TraceError(f"{path}: --process {wanted}: the processes are {shown}{more}")
+    raise TraceError(f"{path}: --process {wanted}: the processes are {_some([one.name for one in found.values()])}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
