@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -56,8 +57,10 @@ def picked(
     tells which one launched what.
     """
     # A thread without ops may be a runtime's own, whose launches are those of the only process with ops.
-    hosts = dict.fromkeys(op.track[0] for op in ops if op.kind == "op" or op.name.startswith(STEP))
-    hosts |= dict.fromkeys(track[0] for track in tracks)
+    hosts = dict.fromkeys(track[0] for track in {*tracks, *map(attrgetter("track"), ops)})
+    if len(hosts) > 1:
+        hosts = dict.fromkeys(op.track[0] for op in ops if op.kind == "op" or op.name.startswith(STEP))
+        hosts |= dict.fromkeys(track[0] for track in tracks)
     if len(hosts) < 2:
         if wanted is not None:
             raise TraceError(f"{path}: --process {wanted}: the trace holds one process only")
