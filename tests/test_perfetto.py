@@ -199,10 +199,6 @@ def test_export_of_ranks_writes_them_as_one_trace(tmp_path, capsys):
     assert sum(len(lost_in_perfetto(events_of(gzip.decompress(path.read_bytes())))) for path in RANKS) > 0
     assert lost_in_perfetto(events) == []
     assert " ".join(capsys.readouterr().out.split()).endswith("is written: 2 ranks in one trace")
-    # It is for Perfetto only: the ids of launches are those of both ranks.
-    assert cli.main([str(file)]) == 2
-    said = capsys.readouterr().err
-    assert "the steps of 2 processes in one trace" in said and said.count("\n") == 1
 
 
 def test_export_of_perfettos_format_writes_json(tmp_path, capsys):

@@ -66,6 +66,11 @@ def main(argv=None):
     )
     parser.add_argument("--whole", action="store_true", help="count the whole recording as one step")
     parser.add_argument(
+        "--process",
+        metavar="NAME",
+        help="of a file that holds several processes, read this one (a part of its name is enough)",
+    )
+    parser.add_argument(
         "--ranks",
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
@@ -109,6 +114,7 @@ def main(argv=None):
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
     jobs = [_located(one) for one in args.traces]
+    args.left_out = _front_ends(args, jobs)
     args.traces = [path for paths in jobs for path in paths]
     # A folder of captures is looked into later.
     args.capture = [path for one in args.capture for path in (_located(one) if is_url(one) else [Path(one)])]
@@ -157,6 +163,7 @@ def main(argv=None):
     view = View.of(args)
     if args.whole or args.steps is not None:
         view = replace(view, steps_by=StepsBy.NOTHING if args.whole else args.steps)
+    view = replace(view, process=args.process, left_out=args.left_out)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
@@ -250,6 +257,21 @@ def _located(named: str) -> list[Path]:
         return located(named)
 
 
+def _front_ends(args, jobs: list[list[Path]]) -> list[Path]:
+    """Take the front ends of servers out of the traces that folders hold, and return them."""
+    if not any(len(paths) > 1 for paths in jobs):
+        return []
+    from tracereader.figures.reading import front_ends
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    found = []
+    for paths in jobs:
+        gone = front_ends(paths, args.limit or DEFAULT_LIMIT)
+        paths[:] = [path for path in paths if path not in gone]
+        found += gone
+    return found
+
+
 def _require(paths: Iterable[Path]) -> None:
     """Raise BadInput for a file that is no trace, as far as its first bytes tell."""
     from tracereader.trace.document import refuse_at_once
@@ -302,7 +324,7 @@ def _refuse_beside_export(args) -> None:
     from tracereader.show import export
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
-                 "html", "step", "steps", "whole", "capture", "rank"):  # fmt: skip
+                 "html", "step", "steps", "whole", "process", "capture", "rank"):  # fmt: skip
         if _is_given(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)
@@ -315,16 +337,18 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     if not all(map(reading.are_ranks, jobs)):
         return False
     # --ranks and --cluster read all traces as one job.
-    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank", "steps",
-             "whole")  # fmt: skip
+    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
+             "process", "steps", "whole")  # fmt: skip
     for flag in flags:
         if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
+    from msgspec.structs import replace
+
     from tracereader.show import jobs as shown
     from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT
 
-    shown.explain(jobs, View.of(args), args.limit or DEFAULT_LIMIT)
+    shown.explain(jobs, replace(View.of(args), left_out=args.left_out), args.limit or DEFAULT_LIMIT)
     return True
 
 
@@ -336,8 +360,8 @@ def _as_ranks(args) -> bool:
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
-    if args.whole or args.steps is not None:
-        flag = "--whole" if args.whole else "--steps"
+    if flag := next((one for one in ("whole", "steps", "process") if _is_given(args, one)), None):
+        flag = f"--{flag}"
         raise BadInput(f"{flag} is for traces of one process: leave it out, or name the trace of one rank")
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
@@ -348,7 +372,7 @@ def _as_ranks(args) -> bool:
     from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT
 
-    view = replace(View.of(args), rank=args.rank)
+    view = replace(View.of(args), rank=args.rank, left_out=args.left_out)
     with contextlib.ExitStack() as stack:
         executor = None
         if args.cluster is not None:

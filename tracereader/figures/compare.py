@@ -84,12 +84,18 @@ class OpsChange(msgspec.Struct, frozen=True):
 
 
 def only_one_has_gpu_work(first: Side, other: Side) -> bool:
+    """Return whether the runs are recordings of different kinds, whose times do not compare."""
     return first.summary.has_gpu_work != other.summary.has_gpu_work
 
 
 def only_one_has_steps(first: Side, other: Side) -> bool:
     """Return whether the figures per step do not compare, because one run's whole recording counts as one step."""
     return first.summary.source.has_steps != other.summary.source.has_steps
+
+
+def compare_by_step(first: Side, other: Side) -> bool:
+    """Return whether the times of the two runs' steps can be compared."""
+    return not only_one_has_steps(first, other) and not only_one_has_gpu_work(first, other)
 
 
 def flags(first: Side, other: Side) -> list[FlagChange]:

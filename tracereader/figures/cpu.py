@@ -12,6 +12,7 @@ from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_
 from tracereader.figures.inputs import inputs_of
 from tracereader.figures.steps import label_of, self_us, self_us_of
 from tracereader.trace import Op, Step, Trace
+from tracereader.trace.backends import shows_use
 
 _dur = attrgetter("dur")
 
@@ -165,7 +166,9 @@ class Cpu:
 
     @cached_property
     def work(self) -> tuple[CpuWork, ...]:
-        return cpu_work(self._step, self._layers, self._trace.facts) if self._no_gpu else ()
+        if not self._no_gpu or shows_use(self._trace.backend):
+            return ()  # an op's time is not that of its work, which a device does later
+        return cpu_work(self._step, self._layers, self._trace.facts)
 
     @cached_property
     def outside_ops(self) -> float | None:

@@ -126,7 +126,7 @@ class NotRead(msgspec.Struct, frozen=True):
 
     reason: Literal[
         "unreadable", "no_rank", "other_world_size", "other_time", "same_rank", "no_answer", "other_version", "dropped",
-        "killed", "no_module", "failed", "no_common_step",
+        "killed", "no_module", "failed", "no_common_step", "front_end",
     ]  # fmt: skip
     detail: str = ""
     rank: int = 0

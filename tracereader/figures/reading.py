@@ -23,7 +23,8 @@ from tracereader.command import is_url, printable
 from tracereader.figures.rank import NotRead, RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
-from tracereader.trace.document import address_of, opened, path_of, size_of
+from tracereader.trace.document import KINDS, address_of, json_of, opened, path_of, size_of
+from tracereader.trace.tree import WORK
 
 HEAD = 1 << 18  # bytes that contain distributedInfo, because the profiler writes it before the events
 # Starting a process and importing the reader takes as long as reading about 10 MB of JSON.
@@ -37,6 +38,12 @@ ORDERLY = 0.75
 FIRST_ANSWER_S, NEXT_ANSWER_S = 600.0, 180.0
 # Concurrent requests. A request takes a tenth of a second, and there may be a thousand URLs.
 REQUESTS = 32
+# In the JSON of a trace: a launch or a slice of a device; a time stamp.
+OF_A_DEVICE = re.compile(
+    rb'"cat"\s*:\s*"(?:%s|\w+_runtime|\w+_driver)"|"stream"\s*:'
+    % b"|".join(re.escape(name.encode()) for name, kind in KINDS.items() if kind in ("runtime", *WORK))
+)
+STAMP = re.compile(rb'"ts"\s*:\s*"?(\d{1,16}(?:\.\d+)?)')
 T = TypeVar("T")
 # A function that reads a rank. It takes the path or URL, the limit of JSON and the step to draw, and returns bytes.
 Answer = Callable[[bytes, int, "int | None"], bytes]
@@ -85,6 +92,36 @@ def are_ranks(paths: Sequence[Path]) -> bool:
             ranks[one.world_size].add(one.rank)
     most = max(map(len, ranks.values()), default=0)
     return most > 1 and most >= ORDERLY * len(told)
+
+
+def front_ends(paths: Sequence[Path], limit: int) -> list[Path]:
+    """Return the traces of processes that serve a job whose other traces have the GPU work.
+
+    They name no rank and have no launch and no GPU work, and one of the others was recorded at the same time. limit:
+    the most bytes of JSON of a trace. Broken files are ignored.
+    """
+    silent: dict[Path, tuple[float, float]] = {}
+    found: set[Path] = set()
+    for path in paths if len(paths) > 1 else ():
+        if head(path) == Head() and (one := _recorded(path, limit)) is not None and not one[0]:
+            silent[path] = one[1:]
+    for path in paths if silent else ():
+        if path in silent or len(found) == len(silent) or (one := _recorded(path, limit)) is None or not one[0]:
+            continue
+        found |= {each for each, (start, end) in silent.items() if start <= one[2] and one[1] <= end}
+    return [path for path in paths if path in found]
+
+
+def _recorded(path: Path, limit: int) -> tuple[bool, float, float] | None:
+    """Return whether a trace has launches or GPU work, and when it begins and ends (µs); None for a broken one."""
+    try:
+        data = json_of(path, limit)
+    except TraceError:
+        return None
+    base = re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b', data)
+    times = [time for time in map(float, STAMP.findall(data)) if time]
+    since = int(base[1]) / 1e3 if base else 0.0
+    return OF_A_DEVICE.search(data) is not None, since + min(times, default=0.0), since + max(times, default=0.0)
 
 
 def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:

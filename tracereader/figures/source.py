@@ -14,6 +14,7 @@ from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import is_phase, is_torchs_own
 from tracereader.trace.lenient import Defects
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
+from tracereader.trace.slices import Process
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
@@ -27,8 +28,10 @@ class TraceWarning(msgspec.Struct, frozen=True):
     of one category; captures_not_used, the files of a trace without CUDA graphs; no_order, no_capture_fits and
     captures_differ, `count` CUDA graph launches that these files do not describe (see capture.tie); no_gpu_records,
     though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum; launched_before,
-    the same if they precede all launched activities of their streams; starts_before_launch, of `count` GPU activities,
-    at most `us` µs before their launch calls.
+    the same if they precede all launched activities of their streams; one_of_several_processes, the first `names` being
+    the process that is read and the others those of `count` other processes; others_without_gpu_work, the same if no
+    other process has any; of_no_process, `count` GPU activities; starts_before_launch, of `count` GPU activities, at
+    most `us` µs before their launch calls.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Source(msgspec.Struct, frozen=True):
     trace: str
     facts: RunFacts
     devices: list[str]
+    backend: str | None  # the kind of these devices, as in trace/backends.py; None where nothing shows it
     compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
@@ -60,6 +64,7 @@ class Source(msgspec.Struct, frozen=True):
     calls_in_a_step: int  # of those that end steps: 2 if each second call does
     outside_us: float | None  # of a recording with such steps, the time before and after them
     may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
+    processes: tuple[Process, ...]  # of a file that holds several: the one that is read, and then the others
     shapes_recorded: bool
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
     warnings: tuple[TraceWarning, ...]
@@ -76,6 +81,7 @@ def source(trace: Trace) -> Source:
         trace=str(trace.path),
         facts=trace.facts,
         devices=list(trace.devices),
+        backend=trace.backend,
         compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
@@ -85,6 +91,7 @@ def source(trace: Trace) -> Source:
         calls_in_a_step=trace.calls_in_a_step,
         outside_us=_outside_us(trace) if trace.steps_by is not None else None,
         may_be_steps=None if trace.has_steps else _may_be_steps(trace),
+        processes=trace.processes,
         shapes_recorded=trace.has_shapes,
         peak_bytes=_peak_bytes(trace),
         warnings=tuple(_warnings(trace)),
@@ -123,6 +130,8 @@ def _outside_us(trace: Trace) -> float:
 
 
 def _compute_capability(trace: Trace) -> str | None:
+    if trace.backend not in ("cuda", None):
+        return None  # AMD's devices have numbers of this name, too
     pairs = [(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()]
     if not all(type(number) is int for pair in pairs for number in pair) or len(set(pairs)) != 1:
         return None
@@ -135,6 +144,14 @@ def _peak_bytes(trace: Trace) -> int | None:
 
 
 def _warnings(trace: Trace) -> Iterator[TraceWarning]:
+    if trace.processes:
+        mine, *others = trace.processes
+        alike = [one for one in others if one.gpu_activities] if mine.gpu_activities else others
+        names = tuple(one.name for one in (mine, *(alike or others)))
+        what = "one_of_several_processes" if alike else "others_without_gpu_work"
+        yield TraceWarning(what, len(names) - 1, names)
+    if trace.of_no_process:
+        yield TraceWarning("of_no_process", trace.of_no_process)
     if trace.zeroed:
         yield TraceWarning("zero_times", trace.zeroed)
     if trace.defects != Defects():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import (
     CPU,
     GPU,
@@ -163,6 +164,7 @@ def cast_before_product(summary: Summary) -> Verdict:
     needs_gpu=True,
     claims="46",
     change="tensor_cores",
+    needs=CUDA,
 )
 def on_cuda_cores(summary: Summary) -> Verdict:
     gemms = [one for one in summary.gpu_work if one.says.multiplies]

@@ -13,6 +13,7 @@ from tracereader.figures.pace import with_a_middle
 from tracereader.figures.steps import compilations
 from tracereader.figures.training import unused_nodes
 from tracereader.findings.decoding import filled_part, head_of_all
+from tracereader.findings.device_words import CUDA, CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import moving_us
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
@@ -328,7 +329,7 @@ def _zeroed(step: Step) -> list[Op]:
 
 
 AVOIDABLE_CHANGES = (
-    Change("allocator", "allocate no memory in the steps", allocator),
+    Change("allocator", "allocate no memory in the steps", allocator, CUDA_OR_HIP),
     Change("recompile", "avoid recompilation in the steps", recompile),
     Change("in_place", "work in place", in_place),
     Change("mask_once", "make the mask once", mask_once),
@@ -336,8 +337,8 @@ AVOIDABLE_CHANGES = (
     Change("cast_weights", "cast the weights once", cast_weights),
     Change("last_logits", "compute the logits of the last token only", last_logits),
     Change("shorter_cache", "attend to the filled part of the cache only", shorter_cache),
-    Change("static_inputs", "give the CUDA graph its inputs in place", static_inputs),
-    Change("attention_plans", "avoid cuDNN's plans for new attention shapes", attention_plans),
+    Change("static_inputs", "give the CUDA graph its inputs in place", static_inputs, CUDA_OR_HIP),
+    Change("attention_plans", "avoid cuDNN's plans for new attention shapes", attention_plans, CUDA),
     Change("skip_guards", "skip the guards of compiled code", skip_guards),
     Change("no_autograd", "run the model without autograd", no_autograd),
     Change("no_gradients", "set gradients to None instead of zero", no_gradients),

@@ -5,8 +5,11 @@ markdown() makes the page docs/cheatsheet.md from the findings that have a row.
 
 from collections.abc import Iterable
 
+import msgspec
+
 from tracereader.figures import Summary
 from tracereader.findings import attention, attention_predictions, counters, decoding, gpu_work, ops, steps, training
+from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import WHERE, Finding, Verdict
 
 MODULES = (steps, ops, gpu_work, counters, attention, attention_predictions, decoding, training)
@@ -20,7 +23,17 @@ Shown = tuple[Finding, Verdict]
 
 def found(summary: Summary, asked: Iterable[Finding] = CHEATSHEET) -> list[Shown]:
     """Return those of the asked findings that a trace shows, in their order."""
-    return [(one, verdict) for one in asked if (verdict := one.ask(summary)).holds]
+    backend = summary.source.backend
+    return [_in_its_words(one, verdict, backend) for one in asked if (verdict := one.ask(summary)).holds]
+
+
+def _in_its_words(one: Finding, verdict: Verdict, backend: str | None) -> Shown:
+    """Return a finding and its verdict in the words of the trace's device."""
+    if backend in ("cuda", None):
+        return one, verdict
+    said = {name: in_its_words(getattr(one, name), backend) for name in ("see", "means")}
+    evidence = in_its_words(verdict.evidence, backend)
+    return msgspec.structs.replace(one, **said), msgspec.structs.replace(verdict, evidence=evidence)
 
 
 def what_to_do(summary: Summary) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.pace import PAUSE_US
+from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import duration, size
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import (
@@ -159,7 +160,7 @@ def keep_activations(case: Case) -> Proposal | None:
 
 
 COPY_CHANGES = (
-    Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
+    Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies, CUDA_OR_HIP),
     Change("one_copy", "copy the batch as one tensor", one_copy),
     Change("keep_activations", "keep activations on the GPU", keep_activations),
 )

@@ -1,6 +1,7 @@
 """Changes that turn off a mode for debugging, which makes a program slow without changing its results."""
 
 from tracereader.figures.debugging import blocking_launches, fills_of_new_memory, gradient_checks
+from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import without_cpu_time, without_ops
@@ -57,6 +58,6 @@ def filled_memory(case: Case) -> Proposal | None:
 
 DEBUGGING_CHANGES = (
     Change("anomaly_detection", "turn anomaly detection off", anomaly_detection),
-    Change("blocking", "do not wait for each kernel", blocking),
+    Change("blocking", "do not wait for each kernel", blocking, CUDA_OR_HIP),
     Change("filled_memory", "leave new memory unfilled", filled_memory),
 )

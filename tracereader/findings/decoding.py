@@ -6,6 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import common_peaks
+from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
 
 # Avoidable work is reported from this share of a step on, measured on the lane that limits the step. In the H200's
@@ -140,6 +141,7 @@ def _rows(summary: Summary) -> int | None:
     "shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains.",
     needs_gpu=True,
     change="cuda_graph",
+    needs=CUDA_OR_HIP,
 )
 def graph_would_do(summary: Summary) -> Verdict:
     step = summary.chosen

@@ -46,11 +46,18 @@ def ratio(before_us: float, after_us: float) -> str:
 def heading(before: Side, after: Side) -> str | None:
     """Return the ratio of two runs' steps; None if they do not compare by step."""
     times = step_us(before), step_us(after)
-    return None if compare.only_one_has_steps(before, after) or not all(times) else ratio(*times)
+    return ratio(*times) if compare.compare_by_step(before, after) and all(times) else None
 
 
 def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: bool = False) -> str:
     """Return the pace of a run against another, with the reasons; of one step without them."""
+    if compare.only_one_has_gpu_work(before, after):
+        first = than or "the first"
+        only = who if after.summary.has_gpu_work else first
+        return (
+            f"{who} does not compare with {first}: only {only} has GPU work, so they are not recordings of the same "
+            "kind"
+        )
     if compare.only_one_has_steps(before, after):
         return (
             f"{who} does not compare with {than or 'the first'} by step: one of them has no profiler steps, so its "

@@ -10,8 +10,10 @@ from functools import cached_property
 import msgspec
 
 from tracereader.figures import Summary
+from tracereader.findings.device_words import holds_on
 
 NO_GPU = "no GPU lane: this run was on the CPU"
+OTHER_DEVICE = "it is about another kind of device"
 # The places in a trace where a finding shows, in the cheatsheet's order.
 TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "call tree", "torch.compile"
 
@@ -42,6 +44,7 @@ class Finding(msgspec.Struct, frozen=True, dict=True):
     patterns.
     claims: the numbers of the articles' claims that the finding concerns.
     change: the id of the change that the finding suggests. The replay computes what that change saves.
+    needs: the backends of which it says something true; empty for any.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Finding(msgspec.Struct, frozen=True, dict=True):
     said_above: bool = False
     claims: str = ""
     change: str = ""
+    needs: tuple[str, ...] = ()
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -63,9 +67,11 @@ class Finding(msgspec.Struct, frozen=True, dict=True):
         return inspect.Signature(parameters)
 
     def ask(self, summary: Summary, *args, **kwargs) -> Verdict:
-        """Return the verdict of a trace; undecided if the finding needs GPU work and the trace has none."""
+        """Return the verdict of a trace; undecided if the finding needs GPU work or another device than it has."""
         if self.needs_gpu and not summary.has_gpu_work:
             return Verdict(None, NO_GPU)
+        if not holds_on(self.needs, summary.source.backend) and summary.has_gpu_work:
+            return Verdict(None, OTHER_DEVICE)
         return self.judge(summary, *args, **kwargs)
 
     def __call__(self, *args, **kwargs) -> "Prediction":

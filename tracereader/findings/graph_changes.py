@@ -24,6 +24,7 @@ from tracereader.figures.sizes import MATMULS
 from tracereader.figures.training import asking
 from tracereader.findings.batch_changes import ONE_CALL_US
 from tracereader.findings.cpu_changes import READ_A_VALUE, copied, waits_in
+from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import (
     CALLING_LAUNCHES,
@@ -628,6 +629,6 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
 
 
 GRAPH_CHANGES = (
-    Change("cuda_graph", "replay the step as a CUDA graph", cuda_graph),
-    Change("update_graph", "replay the code after backward as a CUDA graph", update_graph),
+    Change("cuda_graph", "replay the step as a CUDA graph", cuda_graph, CUDA_OR_HIP),
+    Change("update_graph", "replay the code after backward as a CUDA graph", update_graph, CUDA_OR_HIP),
 )

@@ -6,6 +6,7 @@ from tracereader.figures.attention import Pass, attention_calls, passes, queries
 from tracereader.figures.avoidable import adapters
 from tracereader.figures.decoding import growing_appends
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration
 from tracereader.findings.gpu_changes import LEAST_KERNEL_US, SMALL_PRODUCT_US, moving_us
 from tracereader.findings.graph_changes import can_be_captured, long_runs
@@ -139,6 +140,6 @@ def merge_adapters(case: Case) -> Proposal | None:
 
 INFERENCE_CHANGES = (
     Change("kv_cache", "keep keys and values in a KV cache", kv_cache),
-    Change("static_cache", "use a static KV cache and CUDA graphs", static_cache),
+    Change("static_cache", "use a static KV cache and CUDA graphs", static_cache, CUDA_OR_HIP),
     Change("merge_adapters", "merge the adapters' weights", merge_adapters),
 )

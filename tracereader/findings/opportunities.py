@@ -12,6 +12,7 @@ from tracereader.findings.copy_changes import COPY_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.cpu_only_changes import CPU_ONLY_CHANGES
 from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
+from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.graph_changes import GRAPH_CHANGES
@@ -89,13 +90,15 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
     changes = CHANGES if case.trace.work else CPU_ONLY_CHANGES
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")
-        proposal = change.propose(case)
+        backend = case.trace.backend
+        proposal = change.propose(case) if holds_on(change.needs, backend) or not case.trace.work else None
         if proposal is None:
             continue
         one = priced(change.name, change.title, proposal, unprofiled, case.estimates_after(proposal.graph))
         if is_worth_showing(one):
             shorter = _shorter(case, proposal.graph)
-            found.append((msgspec.structs.replace(one, kernels=tuple(shorter)), sum(shorter.values()) / 1e3))
+            said = {name: in_its_words(getattr(one, name), backend) for name in ("title", "evidence", "how")}
+            found.append((msgspec.structs.replace(one, kernels=tuple(shorter), **said), sum(shorter.values()) / 1e3))
     return found
 
 

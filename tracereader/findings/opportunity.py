@@ -108,11 +108,16 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One change that can be proposed. name: its id in --json. propose: returns None if a trace gives no reason."""
+    """One change that can be proposed.
+
+    name: its id in --json. propose: returns None if a trace gives no reason. needs: the backends on which it can be
+    made; empty for any device with a queue.
+    """
 
     name: str
     title: str
     propose: Callable[["Case"], Proposal | None]
+    needs: tuple[str, ...] = ()
 
 
 def priced(

@@ -6,6 +6,7 @@ from functools import lru_cache
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
+from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import (
     CONVOLUTION,
@@ -55,7 +56,7 @@ def tensor_cores(case: Case) -> Proposal | None:
 
 def _in_tf32(case: Case) -> Proposal | None:
     """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32."""
-    if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
+    if case.trace.backend != "cuda" or case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
     for work, one, op in case.activities:
@@ -194,6 +195,6 @@ def _multiplying_us(flops: float, tflops: float, moved: float, peaks: Peaks) -> 
 
 
 PRECISION_CHANGES = (
-    Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores),
+    Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores, CUDA_OR_HIP),
     Change("single_precision", "compute in float32 instead of float64", single_precision),
 )

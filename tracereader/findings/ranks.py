@@ -922,6 +922,8 @@ def why_not_read(one: NotRead) -> str:
     match one.reason:
         case "unreadable" | "failed":
             return one.detail
+        case "front_end":
+            return "it has no launch and no GPU work, as the front end of a server"
         case "no_rank":
             return "it does not record its rank (distributedInfo)"
         case "other_world_size":

@@ -28,6 +28,7 @@ from tracereader.findings.finding import (
     part_of,
 )
 from tracereader.trace import STEP
+from tracereader.trace.backends import shows_use
 from tracereader.trace.kernel_names import cut
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 
@@ -83,8 +84,19 @@ ALIKE_SPREAD = 3
 
 
 def regime(summary: Summary) -> str:
-    """Return the regime as one of WORDS."""
-    return WORDS[summary.waits_for]
+    """Return the regime as one of WORDS, or that no GPU activity was recorded."""
+    return without_activity(summary) if summary.waits_for == "cpu-only" else WORDS[summary.waits_for]
+
+
+def without_activity(summary: Summary) -> str:
+    """Return what a report calls a step without GPU activity: CPU only, if nothing shows that a device was used.
+
+    torch records no activity of Apple's GPUs, whose ops are then the only trace of them.
+    """
+    if summary.source.leaves_gpu_out:
+        return "GPU activities left out"
+    used = shows_use(summary.source.backend) or any("Launch" in name for name in summary.cpu.runtime)
+    return "no GPU activity recorded" if used and not summary.source.devices else WORDS["cpu-only"]
 
 
 def waiting(summary: Summary) -> tuple[str, str]:

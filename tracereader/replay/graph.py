@@ -39,6 +39,7 @@ What is not modelled:
 import bisect
 import math
 import operator
+import re
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,6 +76,8 @@ MOST_THREADS = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
+# In the names of calls that wait for a device: CUDA's, HIP's and Ascend's, and those of Intel's unified runtime.
+WAITS = re.compile("Synchronize|^urEventWait|^urQueueFinish")
 # In the names of the calls that make a stream wait for an event.
 STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
@@ -261,7 +264,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 def is_wait(call: Op) -> bool:
     """Return whether a runtime call returns only after some GPU work has ended."""
-    if "Synchronize" in call.name:
+    if WAITS.search(call.name):
         return True
     if "Memcpy" not in call.name or not call.work:
         return False
@@ -279,7 +282,7 @@ def waits_of(step: Step) -> list[Op]:
 
 def may_wait(name: str) -> bool:
     """Return whether some calls of this name wait."""
-    return "Synchronize" in name or "Memcpy" in name
+    return "Memcpy" in name or WAITS.search(name) is not None
 
 
 class Builder:

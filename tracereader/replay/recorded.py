@@ -9,6 +9,7 @@ from tracereader.figures.steps import typical
 from tracereader.replay.changes import spans_of, without_cpu_time
 from tracereader.replay.graph import Builder, Graph, Reason, Refused
 from tracereader.trace import Step, Trace
+from tracereader.trace.backends import shows_use
 
 # If the replay of an unchanged trace differs from the recorded step by more than this share, every saving is uncertain
 # and marked as such; no change is priced from the larger share on.
@@ -16,10 +17,10 @@ TOLERANCE, TOO_FAR = 0.03, 0.15
 # Of a trace with more activities than this, only the steps near one are replayed, and at least so many; a single one if
 # each has more than SINGLE activities. So many places are tried until the steps there take as long as the recorded one.
 REPLAYED, REPLAYED_STEPS, SINGLE, TRIED = 5_000, 3, 1_000, 10
-# In the names of launches, and of the ops of libraries for GPUs: Apple's, NVIDIA's and AMD's. An LSTM on the CPU calls
+# In the names of launches, and of the ops of libraries for NVIDIA's and AMD's GPUs. An LSTM on the CPU calls
 # aten::cudnn_is_acceptable.
 OF_A_GPU = (
-    "Launch", "_mps", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
+    "Launch", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
     "_efficient_attention_", "_flash_attention_forward", "_pin_memory",
 )  # fmt: skip
 
@@ -85,7 +86,7 @@ def runs_on_the_cpu(trace: Trace) -> bool:
 
     A recording of the CPU's activities alone shows no kernels of a program that uses a GPU.
     """
-    if trace.work or trace.device_properties:
+    if trace.work or trace.device_properties or shows_use(trace.backend):
         return False
     return not any(part in name for name in trace.op_names for part in OF_A_GPU)
 

@@ -43,9 +43,10 @@ SECTION_KEYS = {
                  "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
                  "cast_products"),
 }  # fmt: skip
-ALWAYS = ("version", "trace", "lesson", "devices", "rank", "world_size", "has_steps", "steps_by", "steps_end_with_it",
-          "calls_in_a_step", "outside_us", "shapes_recorded", "recording", "notes", "warnings", "busy_machine",
-          "typical_step", "typical_index", "window_us", "recorded_step_us", "unprofiled_step_us")  # fmt: skip
+ALWAYS = ("version", "trace", "lesson", "devices", "backend", "rank", "world_size", "has_steps", "steps_by",
+          "steps_end_with_it", "processes", "calls_in_a_step", "outside_us", "shapes_recorded", "recording", "notes",
+          "warnings", "busy_machine", "typical_step", "typical_index", "window_us", "recorded_step_us",
+          "unprofiled_step_us")  # fmt: skip
 # Raised when a documented name disappears or changes its meaning.
 VERSION = 2
 # The summary's parts whose fields are at the top level of the document.
@@ -67,7 +68,7 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
         document |= value if name in FLAT else {name: value}
     for step, row in zip(summary.steps, document["steps"], strict=True):
         row["cause"] = steps.cause(summary, step)
-    document["warnings"] = warnings.of(summary)
+    document["warnings"] = [*warnings.of_folder(view.left_out), *warnings.of(summary)]
     if summary.recording.incomplete:
         document["recorded_step_us"] = None
     document["notes"] = steps.of_recording(summary)

@@ -12,6 +12,7 @@ from tracereader.findings.finding import family_in_words, in_one_unit, size, tok
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
+from tracereader.show import warnings
 from tracereader.show.text import (
     LEAST_NAME,
     Name,
@@ -62,7 +63,7 @@ def side_by_side(
     sides = [compare.Side(summary) for summary in summaries]
     names = compare.distinct_names(sides)
     bases = [sides[max(0, number - 1)] if previous else sides[0] for number in range(len(sides))]
-    _runs(out, sides, names)
+    _runs(out, sides, names, view)
     sections = {
         "short": lambda: _in_short(out, sides, bases, view, proposed),
         "steps": lambda: _figures(out, sides, "per step" if view.step is None else f"step #{view.step}"),
@@ -82,13 +83,17 @@ def side_by_side(
         out.print("more: --all, or --only work,chain (kernels and ops that are gone or new)")
 
 
-def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> None:
+def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str], view: View) -> None:
     """Print the runs by number, with their devices if those differ."""
     devices = [compare.devices_of(side) for side in sides]
     differ = len(set(devices)) > 1
+    for text in warnings.of_folder(view.left_out):
+        paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
     out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
     for number, (name, device, side) in enumerate(zip(names, devices, sides, strict=True), 1):
         text = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
+        if some := side.summary.source.processes:
+            text += f", process {some[0].name}"
         paragraph(out, plain(f"{text}{steps.by_calls(side.summary, ' step')}"), f"{number}  ", "   ")
 
 
@@ -107,7 +112,7 @@ def _in_short(
         of_one_step = view.step is not None
         than = "" if two else f"run {against + 1}"
         paragraph(out, plain(faster.sentence(who, base, side, than, of_one_step)), rest="    ")
-        by_step = not of_one_step and not compare.only_one_has_steps(base, side)
+        by_step = not of_one_step and compare.compare_by_step(base, side)
         known = proposed[against] if against < len(proposed) and by_step else ()
         beside = _beside(base, side, known, whose)
         shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
@@ -120,7 +125,7 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
     """Return the pace without the profiler, and the predictions for this run."""
     found = []
     unprofiled = [one.summary.unprofiled_step_us for one in (base, side)]
-    if None not in unprofiled:
+    if None not in unprofiled and not compare.only_one_has_gpu_work(base, side):
         found.append(f"without the profiler it {faster.pace(*unprofiled)}")
     checked = made.checked(base, proposed, side) if proposed else None
     if checked is None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import msgspec
 from rich.console import Console
 
 from tracereader.command import BadInput
@@ -36,7 +37,9 @@ def explain(jobs: Sequence[Sequence[Path]], view: View, limit: int) -> None:
     wanted = view.shown_of(SECTIONS, "a comparison of jobs")
     if view.step is not None or view.rank is not None:
         raise BadInput("--step and --rank are for one job: name the traces of one")
-    summaries = [opened(paths, view, limit)[0] for paths in jobs]
+    gone = [[path for path in view.left_out if path.parent == paths[0].parent] for paths in jobs]
+    views = [msgspec.structs.replace(view, left_out=some) for some in gone]
+    summaries = [opened(paths, each, limit)[0] for paths, each in zip(jobs, views, strict=True)]
     for paths, one in zip(jobs, summaries, strict=True):
         if not one.steps:
             folder = shown_path(paths[0].parent)

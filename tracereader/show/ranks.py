@@ -14,7 +14,7 @@ from rich.console import Console
 from tracereader import progress
 from tracereader.command import BadInput, is_url
 from tracereader.figures import reading
-from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, RankTrace
+from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined
 from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
@@ -65,6 +65,7 @@ def opened(
     executor: reads the traces, as for read_ranks().
     """
     kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
+    not_read |= {str(path): NotRead("front_end") for path in view.left_out}
     if not kept:
         path, why = next(iter(not_read.items()))
         raise BadInput(f"no rank can be read: {path}: {findings.why_not_read(why)}")

@@ -21,6 +21,7 @@ from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, recording, steps
+from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
@@ -73,7 +74,7 @@ def opened(
     """
     with _progress_of(path) as show:
         try:
-            trace = read_with_captures(path, captures, limit, show, view.steps_by)
+            trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
         except TraceError as problem:
             raise BadInput(problem) from None
         show(f"measuring {counted(len(trace.steps), 'step')}")
@@ -132,7 +133,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
         ("short", lambda: _tokens(out, summary)),
-        (ALWAYS, lambda: _notes(out, summary)),
+        (ALWAYS, lambda: _notes(out, summary, view)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
         (
@@ -225,9 +226,7 @@ def _redundant(summary: Summary) -> set[str]:
 
 def _header(out: Console, summary: Summary, view: View) -> None:
     """Print what was recorded: the device, the rank, the steps, and the number of kernels per step."""
-    nothing = "no GPU activity recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
-    if summary.source.leaves_gpu_out:
-        nothing = "GPU activities left out"
+    nothing = steps.without_activity(summary)
     if summary.waits_for == "capture":
         nothing = "no GPU activity"  # a capture runs nothing
     words = [", ".join(dict.fromkeys(summary.source.devices)) or nothing]
@@ -281,7 +280,7 @@ def _tokens(out: Console, summary: Summary) -> None:
         paragraph(out, plain(capitalized(line)), rest="  ")
 
 
-def _notes(out: Console, summary: Summary) -> None:
+def _notes(out: Console, summary: Summary, view: View) -> None:
     """Print notes and warnings about the trace itself."""
     if summary.left_out:
         first = plain(summary.left_out[0])
@@ -289,7 +288,7 @@ def _notes(out: Console, summary: Summary) -> None:
     busy = steps.busy_machine(summary)
     for text in steps.of_recording(summary):
         paragraph(out, plain(text), "[yellow]note[/yellow] ", " " * 5)
-    for text in [*warnings.of(summary), *([busy] if busy else [])]:
+    for text in [*warnings.of_folder(view.left_out), *warnings.of(summary), *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
@@ -467,8 +466,9 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
-    """Print the ops and the CUDA runtime API calls by self time; the latter apart, because many of them wait."""
-    tables = [("CUDA runtime API calls, one step", summary.cpu.runtime)]
+    """Print the ops and the runtime's calls by self time; the latter apart, because many of them wait."""
+    calls = in_its_words("CUDA runtime API calls, one step", summary.source.backend)
+    tables = [(calls, summary.cpu.runtime)]
     if summary.has_gpu_work:  # without it the table of the ops is above
         tables.insert(0, ("CPU ops by self time, one step", summary.cpu.ops))
     for title, table in tables:

@@ -1,6 +1,7 @@
 """The content of a report, and its length."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -20,7 +21,8 @@ class View(msgspec.Struct, frozen=True):
 
     by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
     a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: what
-    marks the steps, as in read().
+    marks the steps, as in read(). process: the one of several processes in a file, as in read().
+    left_out: the files of a folder that are left out as front ends.
     """
 
     only: Sequence[str] | None = None
@@ -30,6 +32,8 @@ class View(msgspec.Struct, frozen=True):
     brief: bool = False
     rank: int | None = None
     steps_by: str | StepsBy = StepsBy.FOUND
+    process: str | None = None
+    left_out: Sequence[Path] = ()
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":

@@ -1,9 +1,16 @@
 """Words the warnings about a trace."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from tracereader.command import is_url, printable
 from tracereader.figures import Summary
-from tracereader.figures.source import TraceWarning
+from tracereader.figures.source import Source, TraceWarning
 from tracereader.findings.finding import activities, counted, duration
+from tracereader.show.text import shown_path
 from tracereader.trace.lenient import Defects
+
+NAMED = 3  # of many processes or files
 
 
 def of(summary: Summary) -> list[str]:
@@ -11,11 +18,39 @@ def of(summary: Summary) -> list[str]:
     found = [
         one for one in summary.source.warnings if not (one.name == "no_gpu_records" and summary.recording.incomplete)
     ]
-    return [_in_words(one, summary.source.has_steps) for one in found]
+    return [_in_words(one, summary.source) for one in found]
 
 
-def _in_words(one: TraceWarning, has_steps: bool) -> str:
+def of_folder(left_out: Sequence[Path]) -> list[str]:
+    """Return a sentence on the files of a folder that are left out as front ends; none without any."""
+    if not left_out:
+        return []
+    several = len(left_out) > 1
+    names = _some([str(path) if is_url(path) else shown_path(path) for path in left_out])
+    return [
+        f"{names} {'were' if several else 'was'} recorded at the same time and {_has(len(left_out))} no launch and no "
+        f"GPU work, as the front end of a server: {'they are' if several else 'it is'} left out"
+    ]
+
+
+def _in_words(one: TraceWarning, source: Source) -> str:
     match one.name:
+        case "one_of_several_processes":
+            mine, *others = (printable(name) for name in one.names)
+            ran = f", with {counted(source.processes[0].gpu_activities, 'GPU activity', 'GPU activities')}"
+            what, ran = (" with GPU work", ran) if source.processes[0].gpu_activities else ("", "")
+            return (
+                f"the file holds {one.count + 1:,} processes{what}; this report is about {mine}{ran}; --process reads "
+                f"another one: {_some(others)}"
+            )
+        case "others_without_gpu_work":
+            mine, *others = (printable(name) for name in one.names)
+            return f"{_some(others)} in the same file {_has(one.count)} no GPU work: this report is about {mine} alone"
+        case "of_no_process":
+            return (
+                f"{activities(one.count)} {'belongs' if one.count == 1 else 'belong'} to none of the file's processes "
+                f"for sure, and {'is' if one.count == 1 else 'are'} left out"
+            )
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "defects":
@@ -59,7 +94,7 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
                 why = f"{'were' if several else 'was'} launched before the recording began"
             said = f"{first} ({duration(one.us)}) {why}, so "
             belong = f"{'they belong' if several else 'it belongs'} to no"
-            if not has_steps:
+            if not source.has_steps:
                 return f"{said}{belong} op"
             left_out = f"the tables of steps and names leave {'them' if several else 'it'} out"
             return f"{said}{belong} step and no op, and {left_out}"
@@ -85,3 +120,13 @@ def _defects(found: Defects) -> str:
     )  # fmt: skip
     parts = [(one if count == 1 else several).format(count) for count, one, several in said if count]
     return f"in the file, {'; '.join(parts)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and how many others there are."""
+    shown = ", ".join(names[:NAMED])
+    return shown + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
+
+
+def _has(count: int) -> str:
+    return "has" if count == 1 else "have"

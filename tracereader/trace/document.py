@@ -47,7 +47,7 @@ KINDS = {
     "kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset",
     "Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset",
     "overhead": "overhead",
-    "mtia_runtime": "runtime", "glow_runtime": "runtime", "privateuse1_runtime": "runtime",
+    "mtia_runtime": "runtime", "glow_runtime": "runtime", "hpu_op": "runtime", "privateuse1_runtime": "runtime",
     "privateuse1_driver": "runtime",
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
     # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.

@@ -375,6 +375,19 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Process(msgspec.Struct, frozen=True):
+    """One process of a file that holds several.
+
+    name: as the file gives it. gpu_activities, gpu_us: what it ran on devices in the whole file, and the summed time.
+    has_steps: whether it has the profiler's marks of steps.
+    """
+
+    name: str
+    gpu_activities: int
+    gpu_us: float
+    has_steps: bool
+
+
 class Rank(msgspec.Struct, frozen=True):
     """The process of a distributed run that wrote the trace. groups: the process groups that it is in."""
 
@@ -468,6 +481,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
+    backend: str | None  # the kind of its devices, as in backends.py; None where nothing shows it
     device_properties: dict[object, dict]  # by the device's number, as the driver reported them to the profiler
     facts: RunFacts
     rank: Rank | None
@@ -482,6 +496,8 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     quality: Quality = msgspec.field(default_factory=Quality)  # what the recording can decide
+    processes: tuple[Process, ...] = ()  # of a file that holds several: this one, and then the others
+    of_no_process: int = 0  # activities that belong to none of them, left out
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
     # Launches of its graphs that no capture describes, by the reason: see capture.tie.
     untied: Counter = msgspec.field(default_factory=Counter)

@@ -16,6 +16,8 @@ import msgspec
 
 from tracereader import progress
 from tracereader.trace import marks as marked
+from tracereader.trace import processes
+from tracereader.trace.backends import backend_of, only_waits
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import (
     DEFAULT_LIMIT,
@@ -64,14 +66,16 @@ def read(
     limit: int = DEFAULT_LIMIT,
     show: Callable[[str], None] = progress.nowhere,
     steps_by: str | StepsBy = StepsBy.RECORDED,
+    process: str | None = None,
 ) -> Trace:
     """Return the trace in a file. Raises TraceError.
 
     limit: the most bytes of unpacked JSON that are read. show: shows what is done next. steps_by: what marks the steps;
-    a text names the annotation whose calls count as the steps, in place of the profiler's own marks.
+    a text names the annotation whose calls count as the steps, in place of the profiler's own marks. process: of a file
+    that holds several, the one to read, by a part of its name; None for the one with the most GPU work.
     """
     with _no_garbage_collection():
-        return _built(path, load(path, limit, show), show, steps_by)
+        return _built(path, load(path, limit, show), show, steps_by, process)
 
 
 @contextlib.contextmanager
@@ -86,7 +90,9 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy) -> Trace:
+def _built(
+    path: Path, document: Document, show: Callable[[str], None], steps_by: str | StepsBy, process: str | None
+) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     unusable: list[int] = []  # the places of the events without usable times
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
@@ -101,7 +107,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     frames: dict[tuple, list[Frame]] = defaultdict(list)
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
-    kinds, not_known, taken = _kinds(events)
+    categories = {event.cat for event in events}
+    kinds, not_known, taken = _kinds(events, categories)
     special = ("python", *WORK)  # their names decide, too
     made = {
         cat: (kind, made[kind][0], made[kind][1].append, kind not in special)
@@ -146,8 +153,11 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         elif kind == "python" and not name.startswith(MODULE):
             frames[track].append(Frame(name, start, start + length))
         else:
-            if make is Work and name in ("Memcpy", "Memset"):
-                name = _copy_in_words(event)
+            if make is Work:
+                if _only_waits(event):
+                    continue
+                if name in ("Memcpy", "Memset"):
+                    name = _copy_in_words(event)
             into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     document.defects.events += len(unusable)
@@ -179,8 +189,25 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     if len(ops) + len(work) + zeroed < 2:
         raise TraceError(f"{path}: one event, too little to read")
 
+    one = processes.picked(
+        path, ops, [*frames, *dict.fromkeys(frame.track for frame in modules)], work, nodes, ties_of, events, process
+    )
+    facts, rank = document.facts, _rank(document.distributed)
+    if one is not None:
+        ops = [op for op in ops if op.track[0] == one.pid]
+        work, nodes = one.work, one.nodes
+        overheads, spans, modules, inside = (
+            [slice for slice in some if one.owns(slice.track[0])] for some in (overheads, spans, modules, inside)
+        )
+        frames = {track: some for track, some in frames.items() if one.owns(track[0])}
+        flows, memory, syncs, edges = (
+            [event for event in some if one.owns(event.pid)] for some in (flows, memory, syncs, edges)
+        )
+        if one.is_one_of_several_ranks:  # the file's other members are those of any of them
+            facts, rank = RunFacts(), None
+
     show("building the call tree")
-    facts, marks = document.facts, [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
+    marks = [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     by = None
     if isinstance(steps_by, str):
         by = marked.named(ops, steps_by, path)
@@ -210,17 +237,12 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
     _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
     marks.sort(key=_start)
-    if (processes := len({mark.track[0] for mark in marks})) > 1:
-        # Their launches have the same ids, so it cannot be known which process launched what.
-        raise TraceError(
-            f"{path}: the steps of {processes} processes in one trace, as --export writes it for Perfetto; "
-            "read the trace of each rank"
-        )
     op_names = frozenset([op.name for op in ops])
     clipped = clip(work)
     steps, outside = _steps(marks, roots, work)
     quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
     steps, outside = kept, _without(steps, kept, outside)
+    devices = _devices(properties, work, "device" if taken else "GPU")
     asking = {name for name in op_names if "Occupancy" in name}
     return Trace(
         path=path,
@@ -243,10 +265,20 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         frames=dict(frames),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
-        devices=_devices(properties, work, "device" if taken else "GPU"),
+        devices=devices,
+        backend=backend_of(
+            devices,
+            {op.name for op in ops if op.kind == "runtime"},
+            _names_of_processes(events),
+            categories,
+            op_names,
+        )
+        or ("other" if taken else None),
         device_properties=properties,
         facts=facts,
-        rank=_rank(document.distributed),
+        rank=rank,
+        processes=one.processes if one is not None else (),
+        of_no_process=one.unknown if one is not None else 0,
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
         defects=document.defects,
@@ -269,16 +301,20 @@ def _without(steps: tuple[Step, ...], kept: tuple[Step, ...], outside: tuple[Op,
     return tuple(sorted([*outside, *left_out], key=_start))
 
 
-def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
+def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], Counter, Counter]:
     """Return each category's kind, and counts of device slices of unknown categories: left out, and taken as work.
 
     An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
-    unknown = {event.cat for event in events}.difference(KINDS, NO_SLICES)
-    strange = [event for event in events if event.ph == "X" and event.cat in unknown] if unknown else ()
+    unknown = categories.difference(KINDS, NO_SLICES)
+    # Kineto's plug-ins name theirs alike: gcu_runtime, musa_driver, gcu_sync.
+    calls = {one: "runtime" for one in unknown if one.endswith(("_runtime", "_driver"))}
+    known = KINDS | calls | {one: "mark" for one in unknown if one.endswith("_sync")}
+    unknown.difference_update(known)
+    strange = [event for event in events if event.ph == "X" and event.cat in unknown and not _only_waits(event)]
     if not strange:
-        return KINDS, Counter(), Counter()
+        return known, Counter(), Counter()
     devices = {
         event.pid
         for event in events
@@ -286,8 +322,13 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     }
     found = Counter(event.cat for event in strange if event.pid in devices or b'"stream"' in bytes(event.args))
     if not found or any(KINDS.get(event.cat) in WORK for event in events if event.ph == "X"):
-        return KINDS, found, Counter()
-    return KINDS | dict.fromkeys(found, "kernel"), Counter(), found
+        return known, found, Counter()
+    return known | dict.fromkeys(found, "kernel"), Counter(), found
+
+
+def _only_waits(event: Event) -> bool:
+    """Return whether a slice of a device's lane is a wait for an event, or its record."""
+    return only_waits(event.name) and b'"grid"' not in bytes(event.args)
 
 
 # Kinds of memory, which a memset of torch's collector of CUDA activities has as a number.
@@ -600,6 +641,14 @@ def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tup
     """Return the names of the devices with work; their numbers if the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
+
+
+def _names_of_processes(events: list[Event | None]) -> Iterator[str]:
+    """Yield the names and labels that the file gives to processes, among which profilers list devices."""
+    for event in events:
+        if event is not None and event.ph == "M" and event.name in ("process_name", "process_labels"):
+            args = decoded(event.args)
+            yield from map(str, args.values() if isinstance(args, dict) else ())
 
 
 # The name that torch.profiler.tensorboard_trace_handler gives a file if the program does not name it.

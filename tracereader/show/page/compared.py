@@ -75,8 +75,9 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
     if len(sides) == 2:
         runs[1]["ratio"] = faster.heading(*sides)
-    for run in runs:
-        run["of_first"] = run["step"] / runs[0]["step"] if runs[0]["step"] else None
+    for run, side in zip(runs, sides, strict=True):
+        compares = runs[0]["step"] and not compare.only_one_has_gpu_work(sides[0], side)
+        run["of_first"] = run["step"] / runs[0]["step"] if compares else None
     return {
         "runs": runs,
         "families": _rows([{family_in_words(one): us for one, us in side.summary.by_family.items()} for side in sides]),

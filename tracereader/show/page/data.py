@@ -74,14 +74,7 @@ def _head(summary: Summary) -> dict:
         facts.append(f"{counted(summary.chosen.launches, 'launch', 'launches')} per step")
         facts.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
     return {
-        "device": ", ".join(dict.fromkeys(summary.source.devices))
-        or (
-            "GPU activities left out"
-            if summary.source.leaves_gpu_out
-            else "no GPU work recorded"
-            if _launched(summary)
-            else "CPU only"
-        ),
+        "device": ", ".join(dict.fromkeys(summary.source.devices)) or steps.without_activity(summary),
         "gpu": summary.has_gpu_work,
         "has_steps": summary.source.has_steps,
         "step_us": summary.recorded_step_us,
@@ -107,10 +100,6 @@ def _recorded(summary: Summary) -> str:
     """Return how many steps the trace has, and what marks them."""
     count = counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps"
     return "; ".join(filter(None, [count + steps.by_calls(summary), steps.outside(summary)]))
-
-
-def _launched(summary: Summary) -> bool:
-    return any("Launch" in name for name in summary.cpu.runtime)
 
 
 def proposed(found: Sequence[Opportunity] | Refused) -> dict:

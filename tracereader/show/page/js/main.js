@@ -96,7 +96,7 @@ function withTimeline(data, place, {note, showKernel, ready}) {
   });
 }
 
-const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "CUDA runtime call", module: "module",
+const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "runtime call", module: "module",
   span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank",
   inside: "phase inside a kernel", inside_wait: "waiting inside a kernel"};
 

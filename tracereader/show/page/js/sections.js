@@ -89,7 +89,7 @@ function kernelsSection(data, pick, isPicked) {
 function opsSection(data, pick) {
   if (!data.ops.length) return null;
   const unit = columnUnit(data.ops.map(one => one.total_us)), most = largest(data.ops.map(one => one.self_us)) || 1;
-  return section("ops", "CPU ops and CUDA runtime calls", `Of step ${data.head.step}. Self time is without the ops that an op calls.`,
+  return section("ops", "CPU ops and runtime calls", `Of step ${data.head.step}. Self time is without the ops that an op calls.`,
     table({id: "ops-table", rows: data.ops, sort: "self_us", filter: "ops by name", pick, columns: [
       {key: "name", title: "name", name: true, node: row => pick
         ? el("button", {type: "button", class: "plain", onclick: () => pick(row)}, swatch(`var(--kind-${row.kind})`), row.name)
