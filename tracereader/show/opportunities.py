@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from tracereader.findings.communication import NOT_COUNTED
 from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity
 from tracereader.replay import Refused
 from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
@@ -12,6 +13,7 @@ from tracereader.show.text import Name, capitalized, head, paragraph, percent, p
 SHOWN = 2
 # The number of changes whose reasons are in the report. With --all, every change has its reason.
 EXPLAINED = 4
+NOT_KNOWN = "not known from one rank"
 
 
 def show(
@@ -39,12 +41,14 @@ def show(
         return
     shown = found if everything else found[:SHOWN]
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
-    all_estimated = all(one.estimated_savings for one in shown)
+    all_estimated = all(one.estimated_savings and not one.is_unknown for one in shown)
     rows = []
     for number, one in enumerate(shown, 1):
         before, after = one.times_us
+        times = f"{unit(before)} -> {unit(after)}"
         saves = f"{'est. ' * (one.estimated_savings is not None and not all_estimated)}{_saves(one)}"
-        rows.append((Name(f"{number} {one.title}"), f"{unit(before)} -> {unit(after)}", saves))
+        cells = (NOT_KNOWN, "") if one.is_unknown else (times, saves)
+        rows.append((Name(f"{number} {one.title}"), *cells))
     reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
     step = "unprofiled step" if found[0].knows_unprofiled else "recorded step"
     header = ("try first", f"{step}, {unit.name}", "est. saving" if all_estimated else "saves")
@@ -62,6 +66,7 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
         takes = f"{step} takes {unit(one.times_us[1])} {unit.name} then"
         saved = f"est. saving {_saves(one)}" if one.estimated_savings else f"{takes}, which saves {_saves(one)}"
+        saved = NOT_KNOWN if one.is_unknown else saved
         paragraph(out, plain(f"{one.title}: {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
         if number <= EXPLAINED:
             paragraph(out, plain(_reason(one)), "    ", "    ")
@@ -81,12 +86,13 @@ def _saved(one: Opportunity, share: float) -> str:
 
 
 def _reason(one: Opportunity) -> str:
-    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}"
+    not_counted = f". {NOT_COUNTED}" * one.needs_other_ranks
+    return f"{_while_recorded(one)}{capitalized(one.evidence)}{not_counted}. Try: {one.how}"
 
 
 def _while_recorded(one: Opportunity) -> str:
     """Return the change of the recorded step, if the table has the savings without the profiler."""
-    if not one.knows_unprofiled and one.estimated_savings is None:
+    if (not one.knows_unprofiled and one.estimated_savings is None) or one.is_unknown:
         return ""
     unit, saved = unit_of([one.step_us], ms_from=1e3), _saved(one, one.saves_us / one.step_us)
     before, after = unit(one.step_us), unit(one.step_us_after)

@@ -26,7 +26,18 @@ from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
+from tracereader.show import (
+    chain,
+    communication,
+    counters,
+    inside,
+    lanes,
+    predictions,
+    repeats,
+    training,
+    warnings,
+    work,
+)
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -128,6 +139,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     tries = proposes or ((summary.has_gpu_work or view.only) and (changes or not view.brief))
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
+        ("short", lambda: view.brief or communication.show(out, summary, view)),
         ("try", lambda: tries and try_first.show(out, changes, not view.usual, limit, known)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),

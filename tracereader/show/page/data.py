@@ -16,12 +16,13 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.places import by_module_path
-from tracereader.findings import cheatsheet, recording, steps
+from tracereader.findings import cheatsheet, communication, recording, steps
 from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import warnings
+from tracereader.show.text import capitalized
 from tracereader.show.work import attention_in_words, product_in_words
 from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
@@ -33,6 +34,7 @@ NAME_IN_A_SLICE = 48
 DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
+COLLECTIVES_SHOWN = 4
 NAMED = 3  # paths or hosts that are named; of the others the number is given
 
 
@@ -64,6 +66,9 @@ def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
     # The last one explains a GPU time below that is longer than the step's time.
     sentences = [why, recording.unprofiled(summary), steps.overlap_of_steps(summary)]
+    if told := communication.in_words(summary):
+        some = summary.communication.collectives[:COLLECTIVES_SHOWN]
+        sentences += map(capitalized, [*told, *communication.of_collectives(some)])
     several = len(summary.source.devices) > 1
     facts = []
     if several:
@@ -111,7 +116,12 @@ def proposed(found: Sequence[Opportunity] | Refused) -> dict:
     """Return the changes to try first, or why no saving can be computed."""
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
-    return {"refused": None, "found": [msgspec.to_builtins(one) | {"share": one.share} for one in found]}
+    known = [{"share": one.share, "is_unknown": one.is_unknown, "evidence": _evidence(one)} for one in found]
+    return {"refused": None, "found": [msgspec.to_builtins(one) | two for one, two in zip(found, known, strict=True)]}
+
+
+def _evidence(one: Opportunity) -> str:
+    return one.evidence + f". {communication.NOT_COUNTED}" * one.needs_other_ranks
 
 
 def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:
