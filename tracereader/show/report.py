@@ -14,7 +14,7 @@ from tracereader.command import BadInput, printable
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
-from tracereader.figures.gpu_time import BETWEEN_OPS, NO_RECORDED_CALL
+from tracereader.figures.gpu_time import NO_RECORDED_CALL, is_python
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place
 from tracereader.figures.series import series
@@ -379,11 +379,11 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if rest:
             us = sum(us for _, us in rest)
             rows.append((others(rest), unit(us), percent(us / idle)))
-        functions = {
-            place: f"of this time, {_functions(summary.idle_python)}"
-            for place, (name, _) in enumerate(shown)
-            if name in (BETWEEN_OPS, NO_RECORDED_CALL) and summary.idle_python
-        }
+        # All rows outside ops share the functions.
+        outside = [place for place, (name, _) in enumerate(shown) if is_python(name) or name.endswith(NO_RECORDED_CALL)]
+        of_all = "all time between ops" if len(outside) > 1 else "this time"
+        functions = {place: f"of {of_all}, {_functions(summary.idle_python)}" for place in outside[-1:]}
+        functions = functions if summary.idle_python else {}
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
         # The share is of the whole wait, whose length is in the head: it is of one step, and the row of the step above
         # is the mean of several steps.

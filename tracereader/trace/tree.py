@@ -291,7 +291,7 @@ def _is_time(us: float | decimal.Decimal | None) -> bool:
 def _nest(slices: list, crossing: Counter) -> list[Op]:
     """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
-    A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
+    A slice crosses another one if it starts in it and ends after it.
     """
     sort_by_start(slices)
     by_track = defaultdict(list)
