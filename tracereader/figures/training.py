@@ -9,6 +9,7 @@ import msgspec
 
 from tracereader.figures.autograd import backward_nodes, in_backward
 from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
+from tracereader.figures.pace import on_its_thread
 from tracereader.figures.places import Place
 from tracereader.figures.steps import graph_spans, ids_inside, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
@@ -69,7 +70,7 @@ class Sync(msgspec.Struct, frozen=True):
     """Calls in which the CPU waited for the GPU, by the calling op, else its annotation, else Python.
 
     cpu_us: the time of the calls. idle_us: the GPU's idle time during each call and during the next launch call after
-    it.
+    it, on the same thread or on those that take turns with it in backward.
     """
 
     asked_by: str
@@ -346,7 +347,14 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     if not waiting:
         return (), []
     idle = minus(idle, graph_spans(step))  # the gaps inside a running graph are there without a synchronization, too
-    launches = sorted([(op.start, op.start + op.dur) for op in ops if op.work])
+    # Autograd's threads take turns with the one that runs the step. Other threads launch by themselves.
+    in_turns = {root.track for root in step.roots if root.name.startswith(AUTOGRAD)} | {on_its_thread(step)[0]}
+    launches: dict[object, list[tuple[int, int]]] = defaultdict(list)
+    for op in ops:
+        if op.work:
+            launches[op.track in in_turns or op.track].append((op.start, op.start + op.dur))
+    for some in launches.values():
+        some.sort()
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     waits, then = [], {}
     for call in waiting:
@@ -354,8 +362,9 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
         sums[0] += 1
         sums[1] += call.us
         waits.append((call.start, call.end, sums))
-        following = bisect.bisect_left(launches, (call.end, 0))
-        then |= {launch: sums for launch in launches[following : following + 1]}
+        of_thread = launches[call.track in in_turns or call.track]
+        following = bisect.bisect_left(of_thread, (call.end, 0))
+        then |= {launch: sums for launch in of_thread[following : following + 1]}
     charged: Intervals = []
     idle_in, reached = Lengths(idle), step.start
     for start, end, sums in sorted([*waits, *((*launch, sums) for launch, sums in then.items())], key=itemgetter(0)):
