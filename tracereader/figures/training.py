@@ -88,7 +88,7 @@ class Loading(msgspec.Struct, frozen=True):
 
     us: float
     idle_us: float | None
-    share: float  # of the step
+    share: float  # of the step's time on the CPU
 
 
 class MemoryCurve(msgspec.Struct, frozen=True):

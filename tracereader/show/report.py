@@ -50,6 +50,7 @@ from tracereader.show.text import (
     capitalized,
     console,
     head,
+    kernel_labels,
     paragraph,
     percent,
     plain,
@@ -131,6 +132,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if summary.source.may_be_steps is not None:
         limit = f"The whole recording counts as the step; with --steps, more changes may be found. {limit}".strip()
     known = summary.unprofiled_step_us is not None
+    names, by_script = [one.name for one in summary.kernels], bool(summary.source.facts.script)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     # The order of the report. A section that appears twice has its answer above and its evidence below.
@@ -154,16 +156,19 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("training", lambda: training.show(out, summary, view, ascii_only(out))),
-        ("table", lambda: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view)),
+        ("table", lambda: table_of_torch.show(out, profiler_table(trace), names, len(trace.steps), view)),
         ("repeats", lambda: repeats.table(out, summary)),
         ("kernels", lambda: _kernels(out, summary, view)),
         ("inside", lambda: inside.show(out, summary, view)),
         ("cpu", lambda: _cpu(out, summary, view)),
         ("work", lambda: work.show(out, summary, view)),
         ("names", lambda: work.names(out, summary, view)),
-        ("starts", lambda: starts_of.show(out, starts(trace, step), summary.chosen.number, view)),
+        ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
         ("counters", lambda: counters.show(out, summary, view)),
-        ("series", lambda: series_of.show(out, over_steps, view, ascii_only(out), bool(summary.source.facts.script))),
+        (
+            "series",
+            lambda: series_of.show(out, over_steps, names, view, ascii_only(out), by_script),
+        ),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
@@ -327,7 +332,10 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else f", {held[0].number}" if held else ""
     where = "" if whose else " on the GPU"
     title = f"where the step goes{whose}: {unit(whole)} {unit.name}{where}{of}"
-    print_columns(out, (title, unit.name, "of the step"), cells, section="gpu")
+    # With uneven steps, or a single one, the mean of these steps is not the step's time of the header.
+    is_step = abs(whole - summary.recorded_step_us) <= steps.SAME_TIME * summary.recorded_step_us
+    share = "of the step" if is_step else f"of {unit(whole)} {unit.name}"
+    print_columns(out, (title, unit.name, share), cells, section="gpu")
 
 
 def _unit_of_the_step(summary: Summary) -> Unit:
@@ -438,7 +446,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     shown, rest = view.parted(summary.kernels)
     room = out.width >= WIDE or not view.usual  # without room, names matter more than the ops that launch them
-    named = labels([one.name for one in shown], 60)
+    named = kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.asked_by for one in shown], 28)
     total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
     each = unit_of([one.mean_us for one in shown])

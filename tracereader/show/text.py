@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tracereader.command import printable
-from tracereader.trace.kernel_names import cut, labels
+from tracereader.trace.kernel_names import cut, labels, short
 
 PIPE_WIDTH = 140
 LEAST_NAME = 16  # columns; a shorter name is of no use
@@ -125,6 +125,21 @@ def print_whole(out: Console, text: str, what: str, first: bool = True) -> None:
     else:
         paragraph(out, f"{what.strip().removesuffix(':')}:")
         out.print(text)
+
+
+LABEL = 60  # columns of a kernel's label
+
+
+def kernel_labels(names: Iterable[str], width: int = LABEL) -> dict[str, str]:
+    """Return the label of each kernel. With the same first names, a label means the same kernel in all sections.
+
+    names: those of all steps, then a section's own. A kernel that a label of LABEL columns does not distinguish is
+    numbered, and keeps that label at any width.
+    """
+    found = labels(names, LABEL)
+    if width == LABEL:
+        return found
+    return {name: short(name, width) if label == short(name, LABEL) else label for name, label in found.items()}
 
 
 class Name(str):

@@ -277,7 +277,7 @@ def _roofline(summary: Summary) -> dict | None:
     for one in summary.kernels_of_step:
         if one.flops and one.bytes_moved and one.tflops:
             equal[one.name, one.flops, one.bytes_moved].append(one)
-    shown = labels([name for name, _, _ in equal], NAME_SHOWN)
+    shown = labels([one.name for one in summary.kernels], NAME_SHOWN)
     time = sum(one.us for some in equal.values() for one in some)
     return {
         "peaks": msgspec.to_builtins(peaks),
