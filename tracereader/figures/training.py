@@ -24,6 +24,7 @@ UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
 # neither. Two of them take sparse gradients, too: their fused form refuses these, and the foreach one loops over them.
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 FOREACH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+TORCHS_OPTIMIZERS = (*FUSED_OPTIMIZERS, *FOREACH_OPTIMIZERS, "Muon", "LBFGS", "SparseAdam")
 TAKING_SPARSE = ("SGD", "Adagrad")
 # An optimizer with complex parameters calls this op. Its fused form refuses them.
 OF_COMPLEX_NUMBERS = "aten::view_as_real"
@@ -44,8 +45,8 @@ class Recomputed(msgspec.Struct, frozen=True):
 class OptimizerCost(msgspec.Struct, frozen=True):
     """One optimizer's steps within a step.
 
-    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" without
-    either. faster: the way, fused or foreach, that torch offers instead; "" if it offers none. forward_us and
+    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" if the
+    trace does not tell, as for a library's optimizer without kernels. faster: the way, fused or foreach, that torch offers instead; "" if it offers none. forward_us and
     backward_us: the ops that run in them because the optimizer calls a closure; no other figure includes them. idle_us:
     GPU idle time in them, without the time that is charged to a synchronization.
     """
@@ -265,7 +266,7 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
         inside = ids_inside(some) - ids_inside(closure)
         names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
-        how = _how(names, work)
+        how = _how(name, names, work)
         found.append(
             OptimizerCost(
                 name=name,
@@ -282,7 +283,7 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
     return tuple(found)
 
 
-def _how(ops: Collection[str], work: Sequence[Work]) -> str:
+def _how(name: str, ops: Collection[str], work: Sequence[Work]) -> str:
     if any("_fused_" in one for one in ops):
         return "fused"  # a fused optimizer counts its steps with a foreach op
     if any("_foreach_" in one for one in ops):
@@ -296,6 +297,8 @@ def _how(ops: Collection[str], work: Sequence[Work]) -> str:
         return "fused" if any(says(one).family == "optimizer" for one in of_many) else "foreach"
     if 2 * sum(one.dur for one in written) > total:
         return "compiled"
+    if not kernels and name not in TORCHS_OPTIMIZERS:
+        return ""  # its ops may only count its steps, beside kernels that the trace does not have
     return "for-loop" if ops or work else ""
 
 

@@ -1,7 +1,5 @@
 """Sentences on the communication of the rank that wrote the trace."""
 
-from collections.abc import Sequence
-
 from tracereader.figures import Summary
 from tracereader.figures.communication import Collectives
 from tracereader.findings.finding import duration, size
@@ -9,6 +7,10 @@ from tracereader.findings.opportunity import WORTH_SHOWING
 
 # Hidden communication is reported from this share of the step on.
 MUCH_HIDDEN = 0.05
+# From this exposed share of the step on, the first lines also have the bandwidth and what may be the reason.
+MUCH_EXPOSED = 0.15
+NAMED = 2  # kinds of collectives
+ALIKE = 0.1  # bandwidths that differ by less
 
 
 def is_worth_saying(summary: Summary) -> bool:
@@ -18,47 +20,42 @@ def is_worth_saying(summary: Summary) -> bool:
 
 
 def in_words(summary: Summary) -> list[str]:
-    """Return sentences on how much of the step is exposed communication, and what one rank's trace cannot show."""
+    """Return sentences on the exposed share of the step, the collectives, and what one rank's trace cannot show."""
     if not is_worth_saying(summary):
         return []
-    found, source = summary.communication, summary.source
+    found = summary.communication
+    by_communication = summary.waits_for == "communication"  # whose sentence has the share of the busy time
     told = [f"{found.exposed_share:.0%} of the step is exposed communication"]
-    if found.is_one_of_many:
-        of = f"rank {source.rank} of {source.world_size}" if source.rank is not None else "one rank"
-        if source.rank is None and found.ranks:
-            of += f" of a group of {found.ranks}"
-        told.append(
-            f"this is the trace of {of}, and a collective's time includes the wait for its peers: the network is slow, "
-            "or this rank waits for its peers, and the other ranks' traces show which (read-trace FOLDER/)"
-        )
-        told.append("savings count no time that an exposed collective covers")
+    if by_communication:
+        told = [f"That is {found.exposed_share:.0%} of the step"]
+    alone = found.is_one_of_many and found.exposed_share > WORTH_SHOWING
+    if found.exposed_share < MUCH_EXPOSED:
+        if alone:
+            told[0] += "; the other ranks' traces show why (read-trace FOLDER/)"
+        return told
+    if rates := _rates(found.collectives):
+        told.append(f"Bus bandwidth, at least: {', '.join(rates)}")
     lacks = [
         what
-        for what, lacking in (
-            ("sizes", all(one.bytes is None for one in found.collectives)),
-            ("groups", all(one.size is None for one in found.collectives)),
-        )
-        if lacking
+        for what, field in (("sizes", "bytes"), ("groups", "size"))
+        if all(getattr(one, field) is None for one in found.collectives)
     ]
     if lacks:
-        told.append(f"no bandwidth is known, because the trace does not record the collectives' {' and '.join(lacks)}")
+        told.append(f"The trace does not record the collectives' {' and '.join(lacks)}, so no bandwidth is known")
+    if alone:
+        why = "The network is slow, or this rank waits for others"
+        told.append(f"{why}: their traces show which (read-trace FOLDER/)")
     return told
 
 
-def of_collectives(some: Sequence[Collectives]) -> list[str]:
-    """Return a sentence on each kind of collective with its size, group and bandwidth."""
+def _rates(collectives: tuple[Collectives, ...]) -> list[str]:
+    """Return the size, group, time and bandwidth of the longest kinds of collectives."""
+    rated = [one for one in collectives if one.bus_gb_s]
+    named = rated[:1]
+    for one in rated:  # a kind of about the same bandwidth tells nothing new
+        if one.kind != named[-1].kind and abs(one.bus_gb_s - named[-1].bus_gb_s) > ALIKE * named[-1].bus_gb_s:
+            named.append(one)
     return [
-        f"{one.kind or 'communication that the trace does not describe'}"
-        + f" of {size(one.bytes)}" * (one.bytes is not None)
-        + f" over {one.size} ranks" * (one.size is not None)
-        + f": {one.per_step:,.3g} per step of {duration(one.us)}"
-        + (f", at least {one.bus_gb_s:,.1f} GB/s on the bus" if one.bus_gb_s else "")
-        for one in some
+        f"{one.bus_gb_s:,.1f} GB/s ({one.kind} of {size(one.bytes)} over {one.size:,} ranks in {duration(one.us)})"
+        for one in named[:NAMED]
     ]
-
-
-# Of a change that makes collectives shorter.
-NOT_COUNTED = (
-    "Less communication may save more, but this rank may wait in its collectives for others: read the traces of all "
-    "ranks together"
-)

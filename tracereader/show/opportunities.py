@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tracereader.findings.communication import NOT_COUNTED
 from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity
 from tracereader.replay import Refused
 from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
@@ -39,7 +38,7 @@ def show(
         nothing = f"no change that read-trace knows saves more than {WORTH_SHOWING:.0%} of the {step}"
         paragraph(out, f"{head('try first', 'try')}: {nothing}{f'. {plain(limit)}' * bool(limit)}", rest="  ")
         return
-    shown = found if everything else found[:SHOWN]
+    shown = found if everything else [one for one in found[:SHOWN] if one is found[0] or not one.is_unknown]
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
     all_estimated = all(one.estimated_savings and not one.is_unknown for one in shown)
     rows = []
@@ -86,8 +85,7 @@ def _saved(one: Opportunity, share: float) -> str:
 
 
 def _reason(one: Opportunity) -> str:
-    not_counted = f". {NOT_COUNTED}" * one.needs_other_ranks
-    return f"{_while_recorded(one)}{capitalized(one.evidence)}{not_counted}. Try: {one.how}"
+    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}"
 
 
 def _while_recorded(one: Opportunity) -> str:

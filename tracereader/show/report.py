@@ -20,7 +20,7 @@ from tracereader.figures.places import Place
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
-from tracereader.findings import cheatsheet, decoding, recording, steps
+from tracereader.findings import cheatsheet, communication, decoding, recording, steps
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
@@ -28,7 +28,6 @@ from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import (
     chain,
-    communication,
     counters,
     inside,
     lanes,
@@ -38,6 +37,7 @@ from tracereader.show import (
     warnings,
     work,
 )
+from tracereader.show import communication as collectives
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -141,7 +141,6 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     tries = proposes or ((summary.has_gpu_work or view.only) and (changes or not view.brief))
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
-        ("short", lambda: view.brief or communication.show(out, summary, view)),
         ("try", lambda: tries and try_first.show(out, changes, not view.usual, limit, known)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
@@ -155,6 +154,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
+        ("short", lambda: view.brief or collectives.show(out, summary, view)),
         ("training", lambda: training.show(out, summary, view, ascii_only(out))),
         ("table", lambda: table_of_torch.show(out, profiler_table(trace), names, len(trace.steps), view)),
         ("repeats", lambda: repeats.table(out, summary)),
@@ -278,6 +278,7 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     sentences = [f"{head(capitalized(word), 'short')}{recorded}."]
     sentences += [f"{plain(capitalized(clause))}." for clause in figures.split("; ")]
     sentences.append(plain(recording.unprofiled(summary)))
+    sentences += [f"{plain(capitalized(one))}." for one in communication.in_words(summary) if not view.brief]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         sentences.append(plain(capitalized(means.partition(": ")[2] or means)))
     paragraph(out, " ".join(filter(None, sentences)))

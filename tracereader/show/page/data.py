@@ -34,7 +34,6 @@ NAME_IN_A_SLICE = 48
 DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
-COLLECTIVES_SHOWN = 4
 NAMED = 3  # paths or hosts that are named; of the others the number is given
 
 
@@ -66,9 +65,7 @@ def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
     # The last one explains a GPU time below that is longer than the step's time.
     sentences = [why, recording.unprofiled(summary), steps.overlap_of_steps(summary)]
-    if told := communication.in_words(summary):
-        some = summary.communication.collectives[:COLLECTIVES_SHOWN]
-        sentences += map(capitalized, [*told, *communication.of_collectives(some)])
+    sentences += map(capitalized, communication.in_words(summary))
     several = len(summary.source.devices) > 1
     facts = []
     if several:
@@ -116,12 +113,8 @@ def proposed(found: Sequence[Opportunity] | Refused) -> dict:
     """Return the changes to try first, or why no saving can be computed."""
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
-    known = [{"share": one.share, "is_unknown": one.is_unknown, "evidence": _evidence(one)} for one in found]
+    known = [{"share": one.share, "is_unknown": one.is_unknown} for one in found]
     return {"refused": None, "found": [msgspec.to_builtins(one) | two for one, two in zip(found, known, strict=True)]}
-
-
-def _evidence(one: Opportunity) -> str:
-    return one.evidence + f". {communication.NOT_COUNTED}" * one.needs_other_ranks
 
 
 def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:
