@@ -353,7 +353,9 @@ def test_a_column_has_one_unit(times, unit, told):
 )
 def test_a_steps_tables_share_their_unit(trace, unit, capsys):
     text = printed(capsys, trace, "--only", "gpu,steps")
-    assert re.search(rf"^where the step goes: [\d.,]+ {unit} on the GPU.* {unit}  of (?:the step|[\d.,]+ {unit})$", text, re.M)
+    assert re.search(
+        rf"^where the step goes: [\d.,]+ {unit} on the GPU.* {unit}  of (?:the step|[\d.,]+ {unit})$", text, re.M
+    )
     title, *rows = re.search(r"^step, in .*\n(?:#.*\n)+", text, re.M)[0].splitlines()
     assert re.split(r" {2,}", title) == [f"step, in {unit}", "CPU", "to first op", "launches", "GPU busy", "span",
                                          "idle", "latency"]  # fmt: skip

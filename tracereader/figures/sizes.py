@@ -66,7 +66,7 @@ def sizes_of(
     item = first.bytes if first and first.is_plain else None
     found, types = None, _two_byte_type(first)
     if says.family == "GEMM":
-        found = product(op.name, shapes) if says.multiplies else None
+        found = product(op.name, shapes) if alone and says.multiplies else None
     elif says.family == "convolution":
         if alone and _convolves(work.name):
             found = convolution(op.name, asked)

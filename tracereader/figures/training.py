@@ -46,9 +46,10 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     """One optimizer's steps within a step.
 
     how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" if the
-    trace does not tell, as for a library's optimizer without kernels. faster: the way, fused or foreach, that torch offers instead; "" if it offers none. forward_us and
-    backward_us: the ops that run in them because the optimizer calls a closure; no other figure includes them. idle_us:
-    GPU idle time in them, without the time that is charged to a synchronization.
+    trace does not tell, as for a library's optimizer without kernels. faster: the way, fused or foreach, that torch
+    offers instead; "" if it offers none. forward_us and backward_us: the ops that run in them because the optimizer
+    calls a closure; no other figure includes them. idle_us: GPU idle time in them, without the time that is charged to
+    a synchronization.
     """
 
     name: str
