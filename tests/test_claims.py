@@ -178,7 +178,6 @@ def test_the_wait_in_the_calls_of_short_copies_is_what_is_saved(tmp_path):
 
 def test_a_kernel_has_one_label_in_all_sections(tmp_path, capsys):
     made = Program()
-    same = "void at::native::vectorized_elementwise_kernel<4, at::native::{}_functor<float>, std::array<char*, 2> >(x)"
     names = [f"{'a' * 40}_{'b' * 60}{number}{'c' * 60}" for number in range(4)]
     for step in range(4):
         at = 1000 + 3000 * step
@@ -191,7 +190,6 @@ def test_a_kernel_has_one_label_in_all_sections(tmp_path, capsys):
                 30,
                 [(name, at + 60 + 600 * (3 - place), 500 - 90 * place)],
             )
-    del same
     path = written(tmp_path, made.events)
     labels = {}
     for section in ("kernels", "work"):

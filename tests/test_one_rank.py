@@ -17,8 +17,13 @@ from tracereader.trace import read
 
 STEPS, BYTES = 3, {"BFloat16": 2, "Float": 4}
 # NCCL's definition of the bytes on the bus for each byte of the larger buffer (nccl-tests, doc/PERFORMANCE.md).
-FACTORS = {"allreduce": lambda n: 2 * (n - 1) / n, "_allgather_base": lambda n: (n - 1) / n,
-           "_reduce_scatter_base": lambda n: (n - 1) / n, "broadcast": lambda n: 1, "all_to_all": lambda n: (n - 1) / n}  # fmt: skip
+FACTORS = {
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "_allgather_base": lambda n: (n - 1) / n,
+    "_reduce_scatter_base": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "all_to_all": lambda n: (n - 1) / n,
+}
 
 
 class Made:
