@@ -131,9 +131,9 @@ LABEL = 60  # columns of a kernel's label
 
 
 def kernel_labels(names: Iterable[str], width: int = LABEL) -> dict[str, str]:
-    """Return the label of each kernel. With the same first names, a label means the same kernel in all sections.
+    """Return the label of each kernel. The same names first give the same labels in all sections.
 
-    names: those of all steps, then a section's own. A kernel that a label of LABEL columns does not distinguish is
+    names: those of all steps, then those of a section. A kernel that a label of LABEL columns does not distinguish is
     numbered, and keeps that label at any width.
     """
     found = labels(names, LABEL)
