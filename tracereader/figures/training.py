@@ -46,7 +46,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     """One optimizer's steps within a step.
 
     how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" if the
-    trace does not tell, as for a library's optimizer without kernels. faster: the way, fused or foreach, that torch
+    trace does not show it, as for a library's optimizer without kernels. faster: the way, fused or foreach, that torch
     offers instead; "" if it offers none. forward_us and backward_us: the ops that run in them because the optimizer
     calls a closure; no other figure includes them. idle_us: GPU idle time in them, without the time that is charged to
     a synchronization.

@@ -127,14 +127,14 @@ def print_whole(out: Console, text: str, what: str, first: bool = True) -> None:
         out.print(text)
 
 
-LABEL = 60  # columns of a kernel's label
+LABEL = 60  # columns of a kernel's short name
 
 
 def kernel_labels(names: Iterable[str], width: int = LABEL) -> dict[str, str]:
-    """Return the label of each kernel. The same names first give the same labels in all sections.
+    """Return the short name of each kernel. The same names first give the same short names in all sections.
 
-    names: those of all steps, then those of a section. A kernel that a label of LABEL columns does not distinguish is
-    numbered, and keeps that label at any width.
+    names: those of all steps, then those of a section. A kernel that LABEL columns do not distinguish is
+    numbered, and keeps that short name at any width.
     """
     found = labels(names, LABEL)
     if width == LABEL:
