@@ -368,7 +368,7 @@ def test_crossing_slices_are_counted(tmp_path, capsys):
     ours = read(file)
     assert ours.crossing == {"crosses": 1}
     assert cli.main([str(file)]) == 0
-    assert "1 slice overlaps another" in capsys.readouterr().out
+    assert "overlap" not in capsys.readouterr().out, "they change no figure, and present versions of Perfetto show them"
 
 
 def test_zeroed_events_are_counted(document, tmp_path, capsys):

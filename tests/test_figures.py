@@ -25,6 +25,7 @@ from tracereader.figures.steps import outermost_named
 from tracereader.findings import cheatsheet, differences, steps
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import Op, Work, families, outermost, read
+from tracereader.trace.labels import is_phase
 from tracereader.trace.types import Inputs
 
 
@@ -421,7 +422,13 @@ def test_the_launching_threads_activity_while_the_gpu_waited(any_trace):
             inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < stop}
             for left, right in itertools.pairwise(sorted({reached, stop, *inside})):
                 around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
-                outside = "backward's thread, between ops" if call["tid"] in of_autograd else "Python, between ops"
+                # The innermost annotation that marks a part of the step names the time outside all ops.
+                on = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] == "user_annotation"]
+                on = [e for e in sorted(on, key=lambda e: (e["ts"], -e["dur"])) if is_phase(e["name"])]
+                where = f"Python in {on[-1]['name']}, between ops" if on else "Python, between ops"
+                if on and on[-1]["name"].startswith("enumerate(DataLoader)#"):
+                    where = on[-1]["name"]
+                outside = "backward's thread, between ops" if call["tid"] in of_autograd else where
                 name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else outside
                 expected[name] += right - left
                 if not around:

@@ -76,7 +76,8 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
         if summary.unprofiled_step_us is not None:
             before, after = changes[0].unprofiled_step_us, changes[0].unprofiled_step_us_after
         low, high = (f"{share:.0%}" for share in changes[0].estimated_savings or (1 - after / before,) * 2)
-        assert row.endswith(f" {high}" if low == high else f" {low.removesuffix('%')} to {high}")
+        shown = f" {high}" if low == high else f" {low.removesuffix('%')} to {high}"
+        assert row.endswith(" not known from one rank" if changes[0].is_unknown else shown)
     if summary.gpu is not None or not summary.has_gpu_work:
         where = next(number for number, line in enumerate(first) if line.startswith("where the step goes"))
         assert all(where < number < 25 for number in range(where + 1, lines.index("", where)))
@@ -352,7 +353,9 @@ def test_a_column_has_one_unit(times, unit, told):
 )
 def test_a_steps_tables_share_their_unit(trace, unit, capsys):
     text = printed(capsys, trace, "--only", "gpu,steps")
-    assert re.search(rf"^where the step goes: [\d.,]+ {unit} on the GPU.* {unit}  of the step$", text, re.M)
+    assert re.search(
+        rf"^where the step goes: [\d.,]+ {unit} on the GPU.* {unit}  of (?:the step|[\d.,]+ {unit})$", text, re.M
+    )
     title, *rows = re.search(r"^step, in .*\n(?:#.*\n)+", text, re.M)[0].splitlines()
     assert re.split(r" {2,}", title) == [f"step, in {unit}", "CPU", "to first op", "launches", "GPU busy", "span",
                                          "idle", "latency"]  # fmt: skip

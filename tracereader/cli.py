@@ -97,7 +97,7 @@ def main(argv=None):
     parser.add_argument(
         "--export",
         metavar="FILE",
-        help="write the trace, or one run's ranks, as JSON in which Perfetto drops nothing (.json or .json.gz)",
+        help="write the trace, or one run's ranks, as JSON in which Perfetto shows every slice (.json or .json.gz)",
     )
     sections.add_view_flags(parser)
     args = parser.parse_args(argv)

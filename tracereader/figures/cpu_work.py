@@ -82,8 +82,13 @@ def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork
         step.roots,
         lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
     )
-    # Ops that a compilation traces compute nothing.
-    found = [_measured(op, step.start, layers) for op in computing if not op.name.endswith(COMPILING)]
+    # Ops that a compilation traces compute nothing. An op that calls the CUDA runtime computes on a GPU, whose records
+    # may be missing, and returns before the work is done.
+    found = [
+        _measured(op, step.start, layers)
+        for op in computing
+        if not op.name.endswith(COMPILING) and all(one.kind != "runtime" for one in op.walk())
+    ]
     return tuple(_against(found, run.roofs, run.dtype) if run.roofs else found)
 
 

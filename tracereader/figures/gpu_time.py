@@ -13,10 +13,11 @@ from tracereader.figures.intervals import Intervals, Lengths, both, joined, leng
 from tracereader.figures.steps import graph_spans, ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
-from tracereader.trace.labels import AUTOGRAD
+from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
 
-BETWEEN_OPS = "Python, between ops"
-IN_BACKWARD = "backward's thread, between ops"  # autograd's engine, which runs no Python of its own
+BETWEEN = ", between ops"
+BETWEEN_OPS = f"Python{BETWEEN}"
+IN_BACKWARD = f"backward's thread{BETWEEN}"  # autograd's engine, which runs no Python of its own
 # The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
 NO_RECORDED_CALL = "no recorded op or call"
 _start, _end = attrgetter("start"), attrgetter("end")
@@ -257,8 +258,9 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     step has no such end, so its time begins at the end of the work before it, or at the start of the only step. The gap
     before an activity counts up to the return of the activity's launch call. The first result is by the innermost op or
     runtime call on the launching thread. Outside all of them it is by BETWEEN_OPS, by IN_BACKWARD on a thread of
-    autograd's engine, or by NO_RECORDED_CALL if the step's ops were not recorded. The second one is the time outside
-    all of them by Python function (see python_in); it is empty without stacks.
+    autograd's engine, or by NO_RECORDED_CALL if the step's ops were not recorded; in an annotation that marks a part of
+    the step, it is by the annotation (see in_annotation). The second one is the time outside all of them by Python
+    function (see python_in); it is empty without stacks.
     """
     if not step.work:
         return {}, {}
@@ -426,18 +428,34 @@ def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
     return found
 
 
+def in_annotation(name: str, outside: str) -> str:
+    """Return the name of the time outside all recorded ops and calls inside an annotation, by that outside it."""
+    if name.startswith(LOADER):
+        return name  # the thread waits for a batch, or makes it
+    if outside not in (BETWEEN_OPS, NO_RECORDED_CALL) or not is_phase(name):
+        return outside
+    return f"Python in {name}{BETWEEN}" if outside == BETWEEN_OPS else f"{name}, {outside}"
+
+
+def is_python(name: str) -> bool:
+    """Return whether a name of idle time is that of Python between ops, inside an annotation or outside of all."""
+    return name.endswith(BETWEEN) and name != IN_BACKWARD
+
+
 # Time in ops that lie in as many others counts for the op at this depth. No program nests its ops as deep.
 DEEPEST = 200
 
 
 def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, between: Intervals | None = None) -> None:
-    """Add each moment of the gaps to the innermost open op, or to `outside` where no op is open.
+    """Add each moment of the gaps to the innermost open op, or where no op is open, to `outside` or the annotation.
 
     ops: the outermost slices of one thread, by start. gaps: at least one, disjoint and in order. between: receives the
     intervals in which no op is open.
     """
     # The way down to the innermost open op is kept from gap to gap, because the next gap often begins in the same op.
     index, name, until = _open_at(ops, gaps[0][0]), outside, math.inf
+    no_op = {outside}  # the names of time in which no op is open
+    annotated: dict[str, str] = {}
     above: list[tuple[Sequence[Op], int, str, float]] = []
     for at, end in gaps:
         while at < end:
@@ -453,8 +471,18 @@ def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, betw
                     if ended <= at:
                         index += 1
                         continue
-                    inner = name if op.kind == "label" else op.name
-                    if (op.children and len(above) < DEEPEST) or inner == outside:
+                    if op.kind != "label":
+                        inner = op.name
+                    elif name not in no_op:
+                        inner = name
+                    else:
+                        inner = annotated.get(op.name)
+                        if inner is None:
+                            inner = annotated[op.name] = in_annotation(op.name, outside)
+                            no_op.add(inner)
+                        if inner == outside:
+                            inner = name
+                    if (op.children and len(above) < DEEPEST) or inner in no_op:
                         above.append((ops, index + 1, name, until))
                         ops, name, until = op.children, inner, ended if ended < until else until
                         index = _open_at(ops, at) if len(ops) > 8 else 0  # a few are passed faster one by one
@@ -467,7 +495,7 @@ def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, betw
                 if begin < stop:
                     stop = begin
             idle[name] += stop - at
-            if name == outside and between is not None:
+            if between is not None and name in no_op:
                 between.append((at, stop))
             at = stop
 

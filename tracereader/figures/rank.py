@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -82,8 +82,8 @@ class Group(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True):
     """What equal collectives or messages of one step have in common on a rank. group: the index in the rank's groups.
 
-    bytes: the message's size as NCCL counts it: the result of an all-gather, the larger of input and result of an
-    all-to-all, the input of other collectives.
+    bytes: the message's size as NCCL counts it: the larger of input and result of an all-gather, a reduce-scatter, an
+    all-to-all or a broadcast, the input of other collectives.
     pair: of a message (kind "send" on both of its ranks), the rank that sends it and the rank that receives it.
     tag: of a message of gloo, which orders only the messages of one tag. None if it is not recorded; NCCL has none.
     """
@@ -174,7 +174,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     parts = busiest(by_device)
     on_gpu = parts is not None
     if parts is None:
-        parts = _cpu_parts(steps, start, end)
+        parts = cpu_parts(steps, start, end)
         stretches = [(one, one.start, one.end) for one in steps]
     else:
         stretches = _on_gpu(steps, parts.device, end)
@@ -182,7 +182,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         on_device = (one.start for one in trace.work if one.device == parts.device and one.end > start)
         start = max(start, next(on_device, start))
     lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
-    calls = _Calls(trace.rank)
+    calls = Calls(trace.rank)
     done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
     described = sorted((one for one in done if one is not None), key=_start)
     of_call = list(calls.found)
@@ -258,7 +258,7 @@ def _loading(trace: Trace, steps: Sequence[Step]) -> Intervals:
     return union((op.start, op.end) for op in outermost([*roots, *trace.outside], _loads))
 
 
-def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
+def cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
     """Return the parts of a window of a run on the CPU. Collectives run on threads of their backend.
 
     Ops on all threads count as compute, except starting a collective, waiting for it and loading the next batch. The
@@ -383,7 +383,7 @@ def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
     return found
 
 
-class _Calls:
+class Calls:
     """The groups and calls of one rank, without duplicates."""
 
     def __init__(self, rank: Rank):
@@ -444,44 +444,46 @@ def _between_launches_us(steps: Sequence[Step]) -> float | None:
     return sum(short) / len(short) / 1e3 if short else None
 
 
-def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:
+def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: Calls) -> Iterator[Part | None]:
     """Yield the trace's description of each collective and message; None for a kernel without one.
 
     torch's sequence numbers of messages are not used, because each rank counts its own.
+    """
+    for one, found in described_on_gpu(steps, calls):
+        # A kernel counts as not described if one of its messages is not.
+        for call, seq in [(None, None)] if (None, None) in found else found:
+            yield None if call is None else Part(call, seq, zero + one.start, zero + one.end)
+
+
+def described_on_gpu(steps: Sequence[Step], calls: Calls) -> Iterator[tuple[Work, list[tuple[int | None, int | None]]]]:
+    """Yield each communication kernel with the calls that it runs, and the sequence number of each collective.
+
+    None is among the calls if one of them is not described. One kernel may run several calls that were coalesced.
     """
     for step in steps:
         batched = None
         for one in step.work:
             if not is_communication(one):
                 continue
-            name, args = _described(one)
-            kind = kind_of(name)
-            start, end = zero + one.start, zero + one.end
-            if kind is None:
-                asked = [(name, args)]
-                if not _is_message(name):
-                    batched = _batched(step) if batched is None else batched
-                    asked = batched.get(id(one.launch), ())
-                found = [calls.message(*each, step.name) for each in asked] or [None]
-                # A kernel counts as not described if one of its messages is not.
-                for call in [None] if None in found else found:
-                    yield None if call is None else Part(call, None, start, end)
-                continue
-            group = calls.group(args)
-            if group is None:
-                yield None
-                continue
-            seq = args.get("Seq")
-            yield Part(
-                call=calls.call(group, kind, _bytes(kind, args), step.name),
-                seq=seq if type(seq) is int and 0 <= seq < 2**53 else None,
-                start=start,
-                end=end,
-            )
+            asked = [_described(one)]
+            if kind_of(asked[0][0]) is None and not _is_message(asked[0][0]):
+                batched = _batched(step) if batched is None else batched
+                asked = batched.get(id(one.launch), ())
+            found: list[tuple[int | None, int | None]] = []
+            for name, args in asked:
+                kind, seq = kind_of(name), args.get("Seq")
+                if kind is None:
+                    found.append((calls.message(name, args, step.name), None))
+                elif (group := calls.group(args)) is None:
+                    found.append((None, None))
+                else:
+                    call = calls.call(group, kind, _bytes(kind, args), step.name)
+                    found.append((call, seq if type(seq) is int and 0 <= seq < 2**53 else None))
+            yield one, found or [(None, None)]
 
 
 def _batched(step: Step) -> dict[int, list[tuple[str, dict]]]:
-    """Return by the id of a launch the sends and receives of batch_isend_irecv that it starts, as names and arguments.
+    """Return by the id of a launch the coalesced calls that it starts, such as batch_isend_irecv's, as name and args.
 
     torch describes each of them before the one launch of them all, and the description encloses no launch.
     """
@@ -490,7 +492,7 @@ def _batched(step: Step) -> dict[int, list[tuple[str, dict]]]:
     for op in step.walk():
         if op.name == DESCRIBES_COLLECTIVE and not any(below.work for below in op.walk()):
             args = op.args
-            if _is_message(name := str(args.get("Collective name"))):
+            if _is_message(name := str(args.get("Collective name"))) or kind_of(name):
                 waiting[op.track].append((name, args))
         elif op.work and any(map(is_communication, op.work)):
             found[id(op)] = waiting.pop(op.track, [])
@@ -555,24 +557,41 @@ def _everyone(rank: Rank) -> tuple[int, ...]:
     return tuple(range(rank.world_size)) if rank.world_size <= LISTED else ()
 
 
-def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:
+def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: Calls) -> Iterator[Part | None]:
     rank = calls.rank
-    known, members = _is_one_group(rank), _everyone(rank)  # a collective's slice on the CPU does not record its group
+    members = _everyone(rank)
     for step in steps:
-        for op in sorted(_collectives_on_cpu(step), key=_start):
-            backend, name = collective_on_cpu(op.name)
-            kind, pair, tag, start = kind_of(name), None, None, op.start
-            group = Group(backend, "", rank.world_size, members)
-            if _is_message(name):
-                asked = _asking(op)
-                kind, start = "send", asked.start  # the message may leave before its own slice begins
-                peer, tag = _peer_and_tag(asked)
-                pair = _pair(SEND.match(name) is not None, {"Rank": peer}, group, rank)
-            if kind is None or not known or (pair is None and kind == "send"):
+        for op, found in described_on_cpu(step, rank):
+            group, pair, tag = Group(found.backend, "", rank.world_size, members), None, None
+            if found.kind == "send":
+                peer, tag = _peer_and_tag(_asking(op))
+                pair = _pair(SEND.match(collective_on_cpu(op.name)[1]) is not None, {"Rank": peer}, group, rank)
+            if found.kind is None or found.size is None or (pair is None and found.kind == "send"):
                 yield None
                 continue
-            called = calls.call(group, kind, _bytes_on_cpu(kind, op.inputs, rank.world_size), step.name, pair, tag)
-            yield Part(called, None, zero + start, zero + op.end)
+            called = calls.call(group, found.kind, found.bytes, step.name, pair, tag)
+            yield Part(called, None, zero + found.start, zero + op.end)
+
+
+class OnCpu(NamedTuple):
+    """What the trace says of a collective or message on a CPU backend. size: of its group, None if it is not known."""
+
+    backend: str
+    kind: str | None
+    start: int
+    size: int | None
+    bytes: int | None
+
+
+def described_on_cpu(step: Step, rank: Rank) -> Iterator[tuple[Op, OnCpu]]:
+    """Yield the slices of collectives and messages on a CPU backend, by start."""
+    size = rank.world_size if _is_one_group(rank) else None  # a collective's slice does not record its group
+    for op in sorted((op for op in step.walk() if op.kind == "label" and collective_on_cpu(op.name)), key=_start):
+        backend, name = collective_on_cpu(op.name)
+        kind, start = kind_of(name), op.start
+        if _is_message(name):
+            kind, start = "send", _asking(op).start  # the message may leave before its own slice begins
+        yield op, OnCpu(backend, kind, start, size, _bytes_on_cpu(kind, op.inputs, size))
 
 
 def _asking(op: Op) -> Op:
@@ -591,10 +610,6 @@ def _peer_and_tag(asked: Op) -> tuple[int | None, int | None]:
     return tuple(numbers) or (None, None)
 
 
-def _collectives_on_cpu(step: Step) -> Iterator[Op]:
-    return (op for op in step.walk() if op.kind == "label" and collective_on_cpu(op.name))
-
-
 def kind_of(name: str) -> str | None:
     """Return the kind of collective that torch's or a backend's name means; None for a send, a receive or no name."""
     plain = name.lower().replace("_", "")
@@ -611,13 +626,13 @@ def _bytes(kind: str, args: dict) -> int | None:
     counts = [args.get("In msg nelems"), args.get("Out msg nelems")]
     if dtype is None or any(type(one) is not int or not 0 < one < 2**50 for one in counts):
         return None
-    if kind in ("broadcast", "all-to-all"):  # of an uneven all-to-all, a rank sends more than it receives, or less
-        return dtype.bytes * max(counts)
-    return dtype.bytes * (counts[1] if kind == "all-gather" else counts[0])
+    # Of an uneven all-to-all, a rank sends more than it receives, or less.
+    larger = kind in ("broadcast", "all-to-all", "all-gather", "reduce-scatter")
+    return dtype.bytes * (max(counts) if larger else counts[0])
 
 
-def _bytes_on_cpu(kind: str, inputs: Inputs, size: int) -> int | None:
-    if len(inputs.recorded) != 1 or len(inputs.types) != 1:
+def _bytes_on_cpu(kind: str | None, inputs: Inputs, size: int | None) -> int | None:
+    if len(inputs.recorded) != 1 or len(inputs.types) != 1 or (size is None and kind == "all-gather"):
         return None
     dims, dtype = inputs.dims_at(0), dtype_of(inputs.types[0])
     if dims is None or dtype is None or not 0 < (count := math.prod(dims)) < 2**50:

@@ -23,15 +23,14 @@ LEAST_LEAD_NS = 1_000
 class TraceWarning(msgspec.Struct, frozen=True):
     """A defect of the trace itself.
 
-    name: zero_times, of `count` events; defects, with those of the file; overlapping_slices, `count` with the most
-    frequent names; table_of_another_run, a file's name; category_left_out and category_taken_for_work, `count` slices
-    of one category; captures_not_used, the files of a trace without CUDA graphs; no_order, no_capture_fits and
-    captures_differ, `count` CUDA graph launches that these files do not describe (see capture.tie); no_gpu_records,
-    though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum; launched_before,
-    the same if they precede all launched activities of their streams; one_of_several_processes, the first `names` being
-    the process that is read and the others those of `count` other processes; others_without_gpu_work, the same if no
-    other process has any; of_no_process, `count` GPU activities; starts_before_launch, of `count` GPU activities, at
-    most `us` µs before their launch calls.
+    name: zero_times, of `count` events; defects, with those of the file; table_of_another_run, a file's name;
+    category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the files of a
+    trace without CUDA graphs; no_order, no_capture_fits and captures_differ, `count` CUDA graph launches that these
+    files do not describe (see capture.tie); no_gpu_records, though the CPU launched something; no_launch, of `count`
+    GPU activities that take `us` µs in sum; launched_before, the same if they precede all launched activities of their
+    streams; one_of_several_processes, the first `names` being the process that is read and the others those of `count`
+    other processes; others_without_gpu_work, the same if no other process has any; of_no_process, `count` GPU
+    activities; starts_before_launch, of `count` GPU activities, at most `us` µs before their launch calls.
     """
 
     name: str
@@ -156,9 +155,6 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         yield TraceWarning("zero_times", trace.zeroed)
     if trace.defects != Defects():
         yield TraceWarning("defects", defects=trace.defects)
-    if trace.crossing:
-        names = tuple(name for name, _ in trace.crossing.most_common(3))
-        yield TraceWarning("overlapping_slices", trace.crossing.total(), names)
     if other := _table_of_another_run(trace):
         yield TraceWarning("table_of_another_run", names=(other.name,))
     for name, some in (("category_left_out", trace.not_known), ("category_taken_for_work", trace.taken)):

@@ -439,6 +439,8 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         overheads[one.name] += one.us
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
+    # The time of annotations, the DataLoader's among them, and between ops is the program's own.
+    of_calls = [pair for name, pair in both.items() if name != OUTSIDE_CALLS and pair[0].kinds != {"label"}]
     first_calls = {name: mine.us for name, mine in own.items() if name not in usual_self}
     slower = first_calls | {name: mine.us - theirs.us for name, (mine, theirs) in both.items()}
     gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)
@@ -449,7 +451,7 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     }
     more_calls = dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8])
     times = sorted(
-        mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in both.values() if theirs.us >= LONG_ENOUGH_US
+        mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in of_calls if theirs.us >= LONG_ENOUGH_US
     )
     spared = (len(times) - 1) // 4  # left out at each end, so that more than half remain
     high = times[-1 - spared] if len(times) >= 3 else None
@@ -466,7 +468,7 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         times_high=high,
         alike_us=sum(
             max(0.0, min(mine.us - theirs.us, (high - 1) * theirs.us))
-            for mine, theirs in both.values()
+            for mine, theirs in of_calls
             if mine.calls == theirs.calls
         )
         if high is not None

@@ -10,6 +10,7 @@ import msgspec
 from tracereader.figures.autograd import by_phase
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
 from tracereader.figures.captures import Captures, captures
+from tracereader.figures.communication import Communication, communication
 from tracereader.figures.compiled import Compiled, compiled
 from tracereader.figures.counters import Counters, counters
 from tracereader.figures.cpu import Cpu
@@ -123,6 +124,7 @@ class Summary(msgspec.Struct, frozen=True):
     cpu: Cpu
     places: Places
     training: Training
+    communication: Communication | None  # of the rank that wrote the trace; None if it has none
     debugging: Debugging
     attention: Attention
     llm: LanguageModel
@@ -251,6 +253,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         cpu=Cpu(trace, step, layers),
         places=Places(by_label(step), by_phase(trace, step), *by_module(trace, step)),
         training=training(trace, step),
+        communication=communication(trace, counted, parts, start, end, regime.steady),
         debugging=debugging(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
         llm=LanguageModel(

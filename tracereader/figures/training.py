@@ -9,6 +9,7 @@ import msgspec
 
 from tracereader.figures.autograd import backward_nodes, in_backward
 from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
+from tracereader.figures.pace import on_its_thread
 from tracereader.figures.places import Place
 from tracereader.figures.steps import graph_spans, ids_inside, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
@@ -23,6 +24,7 @@ UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
 # neither. Two of them take sparse gradients, too: their fused form refuses these, and the foreach one loops over them.
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 FOREACH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+TORCHS_OPTIMIZERS = (*FUSED_OPTIMIZERS, *FOREACH_OPTIMIZERS, "Muon", "LBFGS", "SparseAdam")
 TAKING_SPARSE = ("SGD", "Adagrad")
 # An optimizer with complex parameters calls this op. Its fused form refuses them.
 OF_COMPLEX_NUMBERS = "aten::view_as_real"
@@ -43,10 +45,11 @@ class Recomputed(msgspec.Struct, frozen=True):
 class OptimizerCost(msgspec.Struct, frozen=True):
     """One optimizer's steps within a step.
 
-    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" without
-    either. faster: the way, fused or foreach, that torch offers instead; "" if it offers none. forward_us and
-    backward_us: the ops that run in them because the optimizer calls a closure; no other figure includes them. idle_us:
-    GPU idle time in them, without the time that is charged to a synchronization.
+    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" if the
+    trace does not show it, as for a library's optimizer without kernels. faster: the way, fused or foreach, that torch
+    offers instead; "" if it offers none. forward_us and backward_us: the ops that run in them because the optimizer
+    calls a closure; no other figure includes them. idle_us: GPU idle time in them, without the time that is charged to
+    a synchronization.
     """
 
     name: str
@@ -69,7 +72,7 @@ class Sync(msgspec.Struct, frozen=True):
     """Calls in which the CPU waited for the GPU, by the calling op, else its annotation, else Python.
 
     cpu_us: the time of the calls. idle_us: the GPU's idle time during each call and during the next launch call after
-    it.
+    it, on the same thread or on those that take turns with it in backward.
     """
 
     asked_by: str
@@ -87,7 +90,7 @@ class Loading(msgspec.Struct, frozen=True):
 
     us: float
     idle_us: float | None
-    share: float  # of the step
+    share: float  # of the step's time on the CPU
 
 
 class MemoryCurve(msgspec.Struct, frozen=True):
@@ -264,7 +267,7 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
         inside = ids_inside(some) - ids_inside(closure)
         names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
-        how = _how(names, work)
+        how = _how(name, names, work)
         found.append(
             OptimizerCost(
                 name=name,
@@ -281,7 +284,7 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
     return tuple(found)
 
 
-def _how(ops: Collection[str], work: Sequence[Work]) -> str:
+def _how(name: str, ops: Collection[str], work: Sequence[Work]) -> str:
     if any("_fused_" in one for one in ops):
         return "fused"  # a fused optimizer counts its steps with a foreach op
     if any("_foreach_" in one for one in ops):
@@ -295,6 +298,8 @@ def _how(ops: Collection[str], work: Sequence[Work]) -> str:
         return "fused" if any(says(one).family == "optimizer" for one in of_many) else "foreach"
     if 2 * sum(one.dur for one in written) > total:
         return "compiled"
+    if not kernels and name not in TORCHS_OPTIMIZERS:
+        return ""  # its ops may only count its steps, beside kernels that the trace does not have
     return "for-loop" if ops or work else ""
 
 
@@ -346,7 +351,14 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     if not waiting:
         return (), []
     idle = minus(idle, graph_spans(step))  # the gaps inside a running graph are there without a synchronization, too
-    launches = sorted([(op.start, op.start + op.dur) for op in ops if op.work])
+    # Autograd's threads take turns with the one that runs the step. Other threads launch by themselves.
+    in_turns = {root.track for root in step.roots if root.name.startswith(AUTOGRAD)} | {on_its_thread(step)[0]}
+    launches: dict[object, list[tuple[int, int]]] = defaultdict(list)
+    for op in ops:
+        if op.work:
+            launches[op.track in in_turns or op.track].append((op.start, op.start + op.dur))
+    for some in launches.values():
+        some.sort()
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     waits, then = [], {}
     for call in waiting:
@@ -354,8 +366,9 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
         sums[0] += 1
         sums[1] += call.us
         waits.append((call.start, call.end, sums))
-        following = bisect.bisect_left(launches, (call.end, 0))
-        then |= {launch: sums for launch in launches[following : following + 1]}
+        of_thread = launches[call.track in in_turns or call.track]
+        following = bisect.bisect_left(of_thread, (call.end, 0))
+        then |= {launch: sums for launch in of_thread[following : following + 1]}
     charged: Intervals = []
     idle_in, reached = Lengths(idle), step.start
     for start, end, sums in sorted([*waits, *((*launch, sums) for launch, sums in then.items())], key=itemgetter(0)):

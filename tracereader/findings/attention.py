@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.device_words import CUDA
@@ -79,7 +81,7 @@ def unfused(summary: Summary) -> Verdict:
 def _moved(found: Sequence) -> str:
     """Return a sentence on the bytes that the matrices of scores cost, by the recorded shapes."""
     first = found[0].scores
-    alike = len({(one.scores.bytes, one.scores.written, one.scores.read) for one in found}) == 1
+    alike = len({msgspec.structs.replace(one.scores, moved=0, at_least=0) for one in found}) == 1
     matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({size(first.bytes)}) are written "
     passes = f"{matrix}{counted(first.written, 'time')} and read {counted(first.read, 'time')}: " if alike else ""
     moved, least = sum(one.scores.moved for one in found), sum(one.scores.at_least for one in found)

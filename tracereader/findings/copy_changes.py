@@ -22,6 +22,8 @@ from tracereader.trace import Op, Step, Work
 
 # An H200's machine copies pageable memory at 8 GB/s, and pinned memory at 55 GB/s.
 PAGEABLE_GB_S, PINNED_GB_S = 8, 50
+# If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
+WAITS_LONGER = 2
 # CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
 # so the time that it costs is the CPU's wait for it (remove_sync).
 STAGED_BYTES = 64 * 1024
@@ -64,6 +66,9 @@ def overlap_copies(case: Case) -> Proposal | None:
         for some, way, end in ((batches, "to", "from"), (results, "from", "to"))
         if some
     ]
+    waits_us = sum(one.us for one in _waiting_with(work.launch for work, _ in copies if work.launch))
+    if waits_us > WAITS_LONGER * sum(one.us for _, one in copies):
+        evidence.append(f"the CPU waits for the GPU in these calls for {duration(waits_us)}, and then it would not")
     return Proposal(
         overlapped(without_waits(graph, calls), moved),
         "; ".join(evidence),

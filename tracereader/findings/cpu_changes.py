@@ -30,7 +30,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
-from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, is_phase
 
 # CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one
 # for each tensor. A fused optimizer with 53 to 291 tensors takes 490 to 2,800 µs (the medians of 15 recordings), which
@@ -440,13 +440,15 @@ def python(case: Case) -> Proposal | None:
         return None
     pauses = typical or max(in_steps, key=_longest)
     us = [(end - start) / 1e3 for start, end, *_ in pauses]
-    _, _, before, after = pauses[us.index(max(us))]
+    start, end, before, after = pauses[us.index(max(us))]
+    label = _covering([one for step in (case.step, *case.steps) for one in step.labels], start, end)
+    covered = f", in the annotation {label}" if label else ""
     several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""
     functions = _functions_in(case, spans)
     inside = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"no thread is in an op for {duration(sum(us))}{several} between {before} and {after}{inside}",
+        f"no thread is in an op for {duration(sum(us))}{several} between {before} and {after}{covered}{inside}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
         unrecorded=max(map(_longest, in_steps)) >= LONG_PAUSE_US * 1e3,
@@ -471,6 +473,12 @@ def _pauses(step: Step) -> list[tuple[int, int, str, str]]:
             reached, name = end, op.name
     on_cpu = [(one.start, one.end) for one in _cpu_stretches(step)] if found else []
     return [one for one in found if not length_between(on_cpu, *one[:2])]
+
+
+def _covering(labels: Iterable[Op], start: int, end: int) -> str:
+    """Return the shortest annotation of the user that covers most of an interval (ns); "" without one."""
+    most = [op for op in labels if 2 * (min(op.end, end) - max(op.start, start)) > end - start and is_phase(op.name)]
+    return min(most, key=lambda op: op.dur).name if most else ""
 
 
 def _longest(pauses: Sequence[tuple[int, int, str, str]]) -> int:

@@ -4,6 +4,7 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
+from tracereader.figures.gpu_time import is_python
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.device_words import CUDA_OR_HIP
@@ -151,7 +152,7 @@ def graph_would_do(summary: Summary) -> Verdict:
         summary.waits_for != "overhead"
         or not summary.llm.same_in_all_steps
         or step.launches < MANY_LAUNCHES
-        or max(summary.idle_in.values(), default=0.0) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
+        or _longest_wait(summary) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
@@ -161,6 +162,12 @@ def graph_would_do(summary: Summary) -> Verdict:
         f"{step.launches:,} launches in each of {steps} steps, none of them after a "
         f"synchronization; the GPU is busy for {duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
     )
+
+
+def _longest_wait(summary: Summary) -> float:
+    """Return the GPU's longest idle time (µs) in one kind of call, or in Python."""
+    in_python = sum(us for name, us in summary.idle_in.items() if is_python(name))
+    return max(in_python, max((us for name, us in summary.idle_in.items() if not is_python(name)), default=0.0))
 
 
 def _launches_after_a_wait(summary: Summary) -> bool:

@@ -569,17 +569,28 @@ def fused_attention(case: Case) -> Proposal | None:
     if not groups:
         return None
     backwards = " and their backward" if backward else ""
-    one = next(iter(scores.values()), None)
-    of = f" of {one.queries:,} x {one.keys:,}" if one else ""
     return Proposal(
         case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trace.trains else ATTENTION_CALL_US),
         f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
-        f"the scores{of} are written to memory and read again"
+        f"the scores{_sizes_of_scores(case)} are written to memory and read again"
         + ("; scaled_dot_product_attention falls back to them" if math_calls or falls_back else ""),
         how_to_fuse(math_calls, falls_back)
         + ", or nn.MultiheadAttention with need_weights=False" * (by_layer and not falls_back),
         assumed=True,
     )
+
+
+def _sizes_of_scores(case: Case) -> str:
+    """Return the queries and keys of the scores that take most time; "" without shapes."""
+    us = Counter()
+    for one in case.summary.attention.unfused:
+        if one.scores:
+            us[one.scores.queries, one.scores.keys] += one.us + one.products_us
+    if not us:
+        return ""
+    (queries, keys), most = us.most_common(1)[0]
+    share = f" ({most / us.total():.0%} of this time)" if len(us) > 1 and us.total() else ""
+    return f"{', mostly' * bool(share)} of {queries:,} x {keys:,}{share}{',' * bool(share)}"
 
 
 def how_to_fuse(math_calls: Sequence[Op], falls_back: bool = False) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.autograd import BACKWARD, FORWARD
 from tracereader.figures.avoidable import CUDNN_ATTENTION, LARGEST_RANK, LOWER
-from tracereader.figures.gpu_time import BETWEEN_OPS
+from tracereader.figures.gpu_time import is_python
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.side import Side
@@ -159,7 +159,7 @@ def _idle_in_ops_on_the_cpu(side: Side) -> float:
 
 def _python(before: Side, after: Side) -> bool:
     """The kernels are about the same, and at most half of the GPU's idle time between ops remains."""
-    was, now = (side.summary.idle_in.get(BETWEEN_OPS, 0.0) for side in (before, after))
+    was, now = (sum(us for name, us in side.summary.idle_in.items() if is_python(name)) for side in (before, after))
     return now <= LEFT * was and bool(was) and _same_heavy(before, after) and _the_same_work(before, after)
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from tracereader import progress
 from tracereader.figures import Summary
+from tracereader.figures.gpu_time import is_communication
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.batch_changes import BATCH_CHANGES
 from tracereader.findings.copy_changes import COPY_CHANGES
@@ -52,7 +53,8 @@ def opportunities(
     graph = graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us)
     if isinstance(graph, Refused):
         return graph if first is None else (first,)
-    found = worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show))
+    alone = summary.communication is not None and summary.communication.is_one_of_many
+    found = worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show, alone))
     return found if first is None else (first, *found)
 
 
@@ -80,10 +82,14 @@ def warm_up(summary: Summary) -> Opportunity | None:
     )
 
 
-def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> list[tuple[Opportunity, float]]:
+def each_priced(
+    case: Case, show: Callable[[str], None] = progress.nowhere, alone: bool = False
+) -> list[tuple[Opportunity, float]]:
     """Return the changes that a trace suggests and that are worth showing, and how much GPU work each saves.
 
-    The GPU work is the summed time of one step's activities (µs). show: shows what is done next.
+    The GPU work is the summed time of one step's activities (µs). show: shows what is done next. alone: whether the
+    trace is of one rank of many. Its collectives may have waited for the other ranks, and the wait would be in another
+    collective then. So no collective becomes shorter.
     """
     unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
     found = []
@@ -94,12 +100,30 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
         proposal = change.propose(case) if holds_on(change.needs, backend) or not case.trace.work else None
         if proposal is None:
             continue
+        shortens = alone and (kept := _with_collectives(case, proposal.graph)) is not proposal.graph
+        if shortens:
+            proposal = msgspec.structs.replace(proposal, graph=kept)
         one = priced(change.name, change.title, proposal, unprofiled, case.estimates_after(proposal.graph))
-        if is_worth_showing(one):
+        if shortens or is_worth_showing(one):
+            one = msgspec.structs.replace(one, needs_other_ranks=shortens)
             shorter = _shorter(case, proposal.graph)
             said = {name: in_its_words(getattr(one, name), backend) for name in ("title", "evidence", "how")}
             found.append((msgspec.structs.replace(one, kernels=tuple(shorter), **said), sum(shorter.values()) / 1e3))
     return found
+
+
+def _with_collectives(case: Case, after: Graph) -> Graph:
+    """Return the graph in which each communication kernel takes at least its recorded time; the same if all do."""
+    before = case.graph
+    nodes = (before.activity[id(one)] for step in case.steps for one in step.work if is_communication(one))
+    shorter = [node for node in nodes if after.dur[node] < before.dur[node]]
+    if not shorter:
+        return after
+    edited = {name: getattr(after, name)[:] for name in ("dur", "lag", "via", "wait")}
+    for name, values in edited.items():
+        for node in shorter:  # it also follows what it follows now
+            values[node] = getattr(before, name)[node]
+    return msgspec.structs.replace(after, **edited)
 
 
 def _shorter(case: Case, after: Graph) -> dict[str, int]:

@@ -52,7 +52,8 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     if only times and dependencies of this trace are used, `bound` if a hardware limit or a typical rate is assumed.
     how: one line on how to try it. kernels: the names of the typical step's GPU activities that the change makes
     shorter or removes; empty if only CPU work changes. replayed: the replayed step divided by the recorded one, if they
-    differ so much that the saving is uncertain; otherwise None.
+    differ so much that the saving is uncertain; otherwise None. needs_other_ranks: whether the change makes collectives
+    shorter in the trace of one rank of many, which does not show what that saves; only its other savings are counted.
     """
 
     change: str
@@ -68,6 +69,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     estimated_savings: tuple[float, float] | None = None
     kernels: tuple[str, ...] = ()
     replayed: float | None = None
+    needs_other_ranks: bool = False
 
     @property
     def knows_unprofiled(self) -> bool:
@@ -80,6 +82,11 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
         if self.knows_unprofiled:
             return self.unprofiled_step_us, self.unprofiled_step_us_after
         return self.step_us, self.step_us_after
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether what is counted is too little to show, so that only the other ranks' traces show a saving."""
+        return self.needs_other_ranks and not is_worth_showing(self)
 
     @property
     def share(self) -> float:
@@ -181,7 +188,7 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
     The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. If
     that time is only estimated, the middle of the estimated savings decides the order.
     """
-    worth = [one for one in found if one is not None and is_worth_showing(one)]
+    worth = [one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one))]
     return tuple(sorted(worth, key=lambda one: (-_usual_share(one), -one.saves_us)))
 
 

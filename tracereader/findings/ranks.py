@@ -244,13 +244,35 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
     waiting, exposed = one.waited_exposed_us + one.message_waits.us, one.total.exposed_communication_us
     if found.waits_for == "communication" and waiting > MOST * exposed:
         told += f", {waiting / exposed:.0%} of it waiting for other ranks"
-    if len(summary.ranks) > 1:
-        what = "sets the pace" if _keeps_others_waiting(summary, one) else "waits least for others"
-        told = f"rank {one.rank} {what}: its{told.removeprefix('the')}"
+    if len(summary.ranks) > 1 and _keeps_others_waiting(summary, one):
+        told = f"rank {one.rank} sets the pace: its{told.removeprefix('the')}"
+    elif len(summary.ranks) > 1 and _waits_are_known(summary):
+        whom = "the ranks that were read" if summary.missing else "others"
+        told = f"rank {one.rank} waits least for {whom}: its{told.removeprefix('the')}"
+    elif len(summary.ranks) > 1:
+        told = f"rank {one.rank}'s{told.removeprefix('the')}"
     if found.waits_for == "overhead" and one.unprofiled_step_us is not None:
         busy = usual(summary, one, None, lambda step: step.us - step.idle_us)
         told += f"; {recording.measured(busy, one.unprofiled_step_us).removesuffix('.')}"
     return steps.WORDS[found.waits_for], told
+
+
+def _waits_are_known(summary: RanksSummary) -> bool:
+    """Return whether the report can compare the ranks' waits: their communication is matched, and its order known."""
+    if not summary.matched:
+        return bool(summary.messages) or not any(one.total.communication_us for one in summary.ranks)
+    return not _costs_others(summary) or _last_is_known(summary)
+
+
+def _last_is_known(summary: RanksSummary) -> bool:
+    """Return whether the clocks show who arrives last, or that slow ranks do, or those behind a slow link.
+
+    Which of several slow ranks is the last one need not be known, nor which of those behind a slow link.
+    """
+    if _told_apart(summary, summary.clocks.lead_us):
+        return True
+    longest_us = fmean(max(one.waits_us) for one in summary.matched)
+    return bool(_beyond(summary) or slow_link(summary)) and _told_apart(summary, longest_us)
 
 
 def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
@@ -836,9 +858,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         little = f"no rank loses much time by waiting{whom}: {waits}"
         return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
     slowest = sorted(((us, rank) for rank, (us, _) in _beyond(summary).items()), key=lambda one: -one[0])
-    longest_us = fmean(max(one.waits_us) for one in summary.matched)
-    # Which of several slow ranks is the last one need not be known, nor which of those behind a slow link.
-    if not told_apart and not ((slowest or slow_link(summary)) and _told_apart(summary, longest_us)):
+    if not _last_is_known(summary):
         return [
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"

@@ -22,7 +22,8 @@ from tracereader.trace.facts import as_stored
 # The parts of the summary that each section of the report shows.
 SECTION_KEYS = {
     "try": ("opportunities", "opportunities_refused"),
-    "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding",
+              "communication"),
     "table": ("table",),
     "predictions": ("predictions",),
     "steps": ("steps", "left_out", "cpu_us"),

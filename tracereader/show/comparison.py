@@ -33,11 +33,14 @@ LIMITS = {"communication": "collectives", "neither": "CPU"}  # words that fit th
 
 
 def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportunity]:
-    """Return the changes that a run's report proposes, which "short" compares with the next runs; none without it."""
+    """Return the changes that a run's report proposes, which "short" compares with the next runs; none without it.
+
+    A change whose saving one rank does not show is left out.
+    """
     if not view.shows("short"):
         return ()
     found = opportunities(trace, summary)
-    return () if isinstance(found, Refused) else found
+    return () if isinstance(found, Refused) else [one for one in found if not one.is_unknown]
 
 
 def side_by_side(

@@ -1,5 +1,6 @@
 """The section on sampled counters: over the steps, and for each kernel that is long enough for samples."""
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from rich.console import Console
@@ -9,9 +10,8 @@ from tracereader.figures.counters import Counters
 from tracereader.figures.regime import MUCH_KNOWN
 from tracereader.findings.counters import clock_fell, compared, disagreement
 from tracereader.findings.finding import duration
-from tracereader.show.text import Name, paragraph, percent, plain, print_columns, unit_of
+from tracereader.show.text import Name, kernel_labels, paragraph, percent, plain, print_columns, unit_of
 from tracereader.show.view import View, others
-from tracereader.trace.kernel_names import labels
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
@@ -20,7 +20,7 @@ def show(out: Console, summary: Summary, view: View) -> None:
     if found is None:
         return
     _steps(out, summary, found)
-    _kernels(out, found, view)
+    _kernels(out, found, [one.name for one in summary.kernels], view)
     verdict = clock_fell.ask(summary)
     if verdict.holds:
         paragraph(out, plain(f"a slower step ran at a lower SM clock: {verdict.evidence}"))
@@ -49,14 +49,14 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _kernels(out: Console, found: Counters, view: View) -> None:
+def _kernels(out: Console, found: Counters, names: Sequence[str], view: View) -> None:
     kernels = sorted(found.kernels, key=lambda one: -one.us)
     if not kernels:
         if {"sm_active", "dram"} & set(found.names):
             paragraph(out, "no kernel that ran alone is long enough to hold a whole sample")
         return
     shown, rest = view.parted(kernels)
-    named, unit = labels([one.name for one in shown], 60), unit_of([one.us for one in kernels])
+    named, unit = kernel_labels(names), unit_of([one.us for one in kernels])
     rows = [
         (Name(named[one.name]), unit(one.us), f"{one.samples:,}", percent(one.sm_active), percent(one.dram),
          percent(one.dram_by_shapes))

@@ -12,6 +12,7 @@ from tracereader.show.text import Name, capitalized, head, paragraph, percent, p
 SHOWN = 2
 # The number of changes whose reasons are in the report. With --all, every change has its reason.
 EXPLAINED = 4
+NOT_KNOWN = "not known from one rank"
 
 
 def show(
@@ -37,14 +38,16 @@ def show(
         nothing = f"no change that read-trace knows saves more than {WORTH_SHOWING:.0%} of the {step}"
         paragraph(out, f"{head('try first', 'try')}: {nothing}{f'. {plain(limit)}' * bool(limit)}", rest="  ")
         return
-    shown = found if everything else found[:SHOWN]
+    shown = found if everything else [one for one in found[:SHOWN] if one is found[0] or not one.is_unknown]
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
-    all_estimated = all(one.estimated_savings for one in shown)
+    all_estimated = all(one.estimated_savings and not one.is_unknown for one in shown)
     rows = []
     for number, one in enumerate(shown, 1):
         before, after = one.times_us
+        times = f"{unit(before)} -> {unit(after)}"
         saves = f"{'est. ' * (one.estimated_savings is not None and not all_estimated)}{_saves(one)}"
-        rows.append((Name(f"{number} {one.title}"), f"{unit(before)} -> {unit(after)}", saves))
+        cells = (NOT_KNOWN, "") if one.is_unknown else (times, saves)
+        rows.append((Name(f"{number} {one.title}"), *cells))
     reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
     step = "unprofiled step" if found[0].knows_unprofiled else "recorded step"
     header = ("try first", f"{step}, {unit.name}", "est. saving" if all_estimated else "saves")
@@ -62,6 +65,7 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
         takes = f"{step} takes {unit(one.times_us[1])} {unit.name} then"
         saved = f"est. saving {_saves(one)}" if one.estimated_savings else f"{takes}, which saves {_saves(one)}"
+        saved = NOT_KNOWN if one.is_unknown else saved
         paragraph(out, plain(f"{one.title}: {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
         if number <= EXPLAINED:
             paragraph(out, plain(_reason(one)), "    ", "    ")
@@ -86,7 +90,7 @@ def _reason(one: Opportunity) -> str:
 
 def _while_recorded(one: Opportunity) -> str:
     """Return the change of the recorded step, if the table has the savings without the profiler."""
-    if not one.knows_unprofiled and one.estimated_savings is None:
+    if (not one.knows_unprofiled and one.estimated_savings is None) or one.is_unknown:
         return ""
     unit, saved = unit_of([one.step_us], ms_from=1e3), _saved(one, one.saves_us / one.step_us)
     before, after = unit(one.step_us), unit(one.step_us_after)

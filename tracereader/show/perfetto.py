@@ -223,7 +223,7 @@ def hand_over(
 
 
 def _spread(trace: Path, limit: int) -> bytes | None:
-    """Return a copy in which Perfetto shows every slice; None if it drops none of the file's slices."""
+    """Return a copy in which all versions of Perfetto show every slice beside its track; None if the file is so."""
     try:
         content, moved = tracks.copy_of(trace, limit)
     except TraceError:
@@ -235,9 +235,9 @@ def _spread(trace: Path, limit: int) -> bytes | None:
 
 
 def said_of(moved: int) -> str:
-    """Return a sentence on the slices that Perfetto would drop."""
+    """Return a sentence on the slices that do not nest in their track."""
     slices = f"{moved:,} slices overlap others" if moved > 1 else "1 slice overlaps another"
-    return f"{slices} of the same track, which Perfetto would drop; in this copy they are on lanes of their own"
+    return f"{slices} of the same track; in this copy they are on lanes of their own"
 
 
 def _minutes(seconds: float) -> str:

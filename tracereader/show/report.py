@@ -14,20 +14,31 @@ from tracereader.command import BadInput, printable
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
-from tracereader.figures.gpu_time import BETWEEN_OPS, NO_RECORDED_CALL
+from tracereader.figures.gpu_time import NO_RECORDED_CALL, is_python
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
-from tracereader.findings import cheatsheet, decoding, recording, steps
+from tracereader.findings import cheatsheet, communication, decoding, recording, steps
 from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
+from tracereader.show import (
+    chain,
+    counters,
+    inside,
+    lanes,
+    predictions,
+    repeats,
+    training,
+    warnings,
+    work,
+)
+from tracereader.show import communication as collectives
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -40,6 +51,7 @@ from tracereader.show.text import (
     capitalized,
     console,
     head,
+    kernel_labels,
     paragraph,
     percent,
     plain,
@@ -121,6 +133,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if summary.source.may_be_steps is not None:
         limit = f"The whole recording counts as the step; with --steps, more changes may be found. {limit}".strip()
     known = summary.unprofiled_step_us is not None
+    names, by_script = [one.name for one in summary.kernels], bool(summary.source.facts.script)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     # The order of the report. A section that appears twice has its answer above and its evidence below.
@@ -142,17 +155,21 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
+        ("short", lambda: view.brief or collectives.show(out, summary, view)),
         ("training", lambda: training.show(out, summary, view, ascii_only(out))),
-        ("table", lambda: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view)),
+        ("table", lambda: table_of_torch.show(out, profiler_table(trace), names, len(trace.steps), view)),
         ("repeats", lambda: repeats.table(out, summary)),
         ("kernels", lambda: _kernels(out, summary, view)),
         ("inside", lambda: inside.show(out, summary, view)),
         ("cpu", lambda: _cpu(out, summary, view)),
         ("work", lambda: work.show(out, summary, view)),
         ("names", lambda: work.names(out, summary, view)),
-        ("starts", lambda: starts_of.show(out, starts(trace, step), summary.chosen.number, view)),
+        ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
         ("counters", lambda: counters.show(out, summary, view)),
-        ("series", lambda: series_of.show(out, over_steps, view, ascii_only(out), bool(summary.source.facts.script))),
+        (
+            "series",
+            lambda: series_of.show(out, over_steps, names, view, ascii_only(out), by_script),
+        ),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
@@ -269,6 +286,7 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     sentences = [f"{head(capitalized(word), 'short')}{recorded}."]
     sentences += [f"{plain(capitalized(clause))}." for clause in figures.split("; ")]
     sentences.append(plain(recording.unprofiled(summary)))
+    sentences += [f"{plain(capitalized(one))}." for one in communication.in_words(summary) if not view.brief]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         sentences.append(plain(capitalized(means.partition(": ")[2] or means)))
     paragraph(out, " ".join(filter(None, sentences)))
@@ -326,7 +344,10 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else f", {held[0].number}" if held else ""
     where = "" if whose else " on the GPU"
     title = f"where the step goes{whose}: {unit(whole)} {unit.name}{where}{of}"
-    print_columns(out, (title, unit.name, "of the step"), cells, section="gpu")
+    # With uneven steps, or a single one, the mean of these steps is not the step's time of the header.
+    is_step = abs(whole - summary.recorded_step_us) <= steps.SAME_TIME * summary.recorded_step_us
+    share = "of the step" if is_step else f"of {unit(whole)} {unit.name}"
+    print_columns(out, (title, unit.name, share), cells, section="gpu")
 
 
 def _unit_of_the_step(summary: Summary) -> Unit:
@@ -378,11 +399,11 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if rest:
             us = sum(us for _, us in rest)
             rows.append((others(rest), unit(us), percent(us / idle)))
-        functions = {
-            place: f"of this time, {_functions(summary.idle_python)}"
-            for place, (name, _) in enumerate(shown)
-            if name in (BETWEEN_OPS, NO_RECORDED_CALL) and summary.idle_python
-        }
+        # All rows outside ops share the functions.
+        outside = [place for place, (name, _) in enumerate(shown) if is_python(name) or name.endswith(NO_RECORDED_CALL)]
+        of_all = "all time between ops" if len(outside) > 1 else "this time"
+        functions = {place: f"of {of_all}, {_functions(summary.idle_python)}" for place in outside[-1:]}
+        functions = functions if summary.idle_python else {}
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
         if summary.recording.mixed is not None:
             of = " in a step, on average of all,"
@@ -439,7 +460,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     shown, rest = view.parted(summary.kernels)
     room = out.width >= WIDE or not view.usual  # without room, names matter more than the ops that launch them
-    named = labels([one.name for one in shown], 60)
+    named = kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.asked_by for one in shown], 28)
     total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
     each = unit_of([one.mean_us for one in shown])

@@ -8,10 +8,10 @@ from rich.console import Console
 from tracereader.figures.series import Series
 from tracereader.findings.finding import counted
 from tracereader.findings.gpu_work import VARIES
-from tracereader.show.text import Name, paragraph, plain, print_columns, sharing, unit_of
+from tracereader.show.text import Name, kernel_labels, paragraph, plain, print_columns, sharing, unit_of
 from tracereader.show.view import ROWS, View
 from tracereader.trace import STEP
-from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.kernel_names import short
 
 ENOUGH = 8  # steps; in fewer, one outlier is more than a tenth of them
 COLUMNS = 20
@@ -20,17 +20,24 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 MEAN_MISLEADS = 1.02
 
 
-def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, numbered_script: bool) -> None:
+def show(
+    out: Console,
+    found: Sequence[Series],
+    names: Sequence[str],
+    view: View,
+    ascii_only: bool,
+    numbered_script: bool,
+) -> None:
     """Print a line for each of the costliest activities; if asked for, explain the first one.
 
-    numbered_script: whether one made the trace, so that its flags are known.
+    names: those of all kernels of the report. numbered_script: whether one made the trace, so that its flags are known.
     """
     asked = not view.usual
     shown = found[: view.most(ROWS)]
     if not shown:
         out.print("[bold]the same activities over the steps[/bold]: none in every step")
         return
-    named = labels([one.name for one in shown], 60)
+    named = kernel_labels([*names, *(one.name for one in found)])
     times = [us for one in shown for us in one.us]
     (unit,) = sharing(unit_of(times).name, [times])
     steps = max(len(one.us) for one in shown)

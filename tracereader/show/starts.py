@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tracereader.figures.starts import Start
-from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.show.text import Name, kernel_labels, paragraph, plain, print_columns, us
 from tracereader.show.view import View, others
-from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.kernel_names import short
 
 # A longer gap is explained: kernels of one stream that were launched in time are 1 to 2 µs apart on the H200.
 LONG_ENOUGH_US = 5.0
 CAUSES_SHOWN, NAMED = 3, 3
 
 
-def show(out: Console, found: Sequence[Start], number: str, view: View) -> None:
+def show(out: Console, found: Sequence[Start], names: Sequence[str], number: str, view: View) -> None:
     """Print a line for each GPU activity of a step, and the launching thread's activity during its gaps."""
     shown, rest = view.parted(found)
-    named = labels([one.name for one in shown], 60)
+    named = kernel_labels(names)
     own = any(one.own_us for one in shown)
     heads = [f"before the GPU activities of {number}, µs", "gap", "wait", "call", "queue", *["own"] * own, "way"]
     rows = [

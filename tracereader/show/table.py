@@ -6,16 +6,16 @@ from rich.console import Console
 
 from tracereader.figures.table import Row, Table
 from tracereader.findings.finding import duration
-from tracereader.show.text import Name, Unit, paragraph, plain, print_columns, sharing, unit_of
+from tracereader.show.text import Name, Unit, kernel_labels, paragraph, plain, print_columns, sharing, unit_of
 from tracereader.show.view import ROWS, View, others
-from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.kernel_names import short
 
 ROWS_SHOWN = 40  # the .txt has 15
 CALLS_NAMED = 3
 LABEL_SPAN_MISLEADS = 1.2  # an annotation's second row this many times the GPU's time differs in meaning
 
 
-def show(out: Console, table: Table, steps: int, view: View) -> None:
+def show(out: Console, table: Table, names: Sequence[str], steps: int, view: View) -> None:
     """Print the rows, torch's two last lines, and the meaning of self, total and the annotation's second row."""
     gpu = any(row.on_gpu for row in table.rows)
     shown, rest = view.parted(table.rows, ROWS if view.brief else ROWS_SHOWN)
@@ -29,7 +29,7 @@ def show(out: Console, table: Table, steps: int, view: View) -> None:
         *([unit(table.self_gpu_us), ""] * gpu),
         "",
     ]
-    rows = _rows(shown, gpu, unit)
+    rows = _rows(shown, names, gpu, unit)
     if rest:
         on_gpu = [unit(sum(row.self_gpu_us for row in rest if row.on_gpu)), ""] * gpu
         calls = f"{sum(row.calls for row in rest):,}"
@@ -46,8 +46,8 @@ def _unit(table: Table) -> Unit:
     return unit
 
 
-def _rows(shown: Sequence[Row], gpu: bool, unit: Unit) -> list[list[str]]:
-    named = labels([row.name for row in shown], 60)
+def _rows(shown: Sequence[Row], names: Sequence[str], gpu: bool, unit: Unit) -> list[list[str]]:
+    named = kernel_labels([*names, *(row.name for row in shown)])
     rows = []
     for row in shown:
         cpu = ["–", "–"] if row.on_gpu else [unit(row.self_cpu_us), unit(row.total_cpu_us)]

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tracereader.command import printable
-from tracereader.trace.kernel_names import cut, labels
+from tracereader.trace.kernel_names import cut, labels, short
 
 PIPE_WIDTH = 140
 LEAST_NAME = 16  # columns; a shorter name is of no use
@@ -125,6 +125,21 @@ def print_whole(out: Console, text: str, what: str, first: bool = True) -> None:
     else:
         paragraph(out, f"{what.strip().removesuffix(':')}:")
         out.print(text)
+
+
+LABEL = 60  # columns of a kernel's short name
+
+
+def kernel_labels(names: Iterable[str], width: int = LABEL) -> dict[str, str]:
+    """Return the short name of each kernel. The same names first give the same short names in all sections.
+
+    names: those of all steps, then those of a section. A kernel that LABEL columns do not distinguish is
+    numbered, and keeps that short name at any width.
+    """
+    found = labels(names, LABEL)
+    if width == LABEL:
+        return found
+    return {name: short(name, width) if label == short(name, LABEL) else label for name, label in found.items()}
 
 
 class Name(str):

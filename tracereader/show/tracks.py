@@ -1,6 +1,8 @@
-"""Moves a trace's slices to tracks on which they nest, because Perfetto drops others.
+"""Moves a trace's slices to tracks on which they nest, because Perfetto drops others or moves them away.
 
-On one track, Perfetto's importer of Chrome's JSON drops a slice that starts in another one and ends after it, and one
+Older versions of Perfetto drop them; newer ones draw them on an overflow track, apart from their own track's slices.
+
+On one track, the older importer of Chrome's JSON drops a slice that starts in another one and ends after it, and one
 with 512 others around it. Kernels of one stream overlap in this way under programmatic dependent launch.
 Such a slice moves to a lane, which is a further track beside its own. Source: Perfetto's slice_tracker.cc and
 json_trace_tokenizer.cc.

@@ -64,7 +64,8 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
         paragraph(out, line, "  ", "    ")
     if waits := found.loading:
         idle = "" if waits.idle_us is None else f"; the GPU is idle for {duration(waits.idle_us)} of that time"
-        line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}"
+        step = "the step on the CPU" if summary.has_gpu_work else "the step"
+        line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of {step}{idle}"
         paragraph(out, line, "  ", "    ")
     if found.syncs:
         shown, rest = view.parted(found.syncs)

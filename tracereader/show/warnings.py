@@ -55,13 +55,6 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "defects":
             return _defects(one.defects)
-        case "overlapping_slices":
-            several = one.count > 1
-            return (
-                f"{f'{one.count:,} slices overlap' if several else '1 slice overlaps'} another one of the same track "
-                f"without nesting, and Perfetto drops {'them' if several else 'it'}; --open and --export make a copy "
-                f"that shows {'them' if several else 'it'}"
-            )
         case "table_of_another_run":
             return f"{one.names[0]} beside it is the profiler table of another run"
         case "category_left_out" | "category_taken_for_work":

@@ -10,7 +10,18 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
 from tracereader.findings.finding import ROOFS, duration, size
 from tracereader.show import repeats
-from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, sharing, unit_of
+from tracereader.show.text import (
+    Name,
+    head,
+    kernel_labels,
+    operations,
+    paragraph,
+    plain,
+    print_columns,
+    rate,
+    sharing,
+    unit_of,
+)
 from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
@@ -25,7 +36,7 @@ def show(out: Console, summary: Summary, view: View) -> None:
     shown, rest = (listed, ()) if folded else view.parted(listed, LINES_SHOWN)
     times = [row.work.us for row in listed if row.work]
     (unit,) = sharing(unit_of(times).name, [times])
-    named = labels([one.work.name for one in shown if one.work], 60)
+    named = kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.work.asked_by for one in shown if one.work], 28)
     rows = []
     for row in shown:
@@ -86,7 +97,7 @@ def names(out: Console, summary: Summary, view: View) -> None:
     out.print(head("details from the kernels' names", "names"))
     costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
     shown, rest = view.parted(costliest)
-    named = labels([name for (name, _), _ in shown], out.width - 4)
+    named = kernel_labels((one.name for one in summary.kernels), out.width - 4)
     for (name, _), same in shown:
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(named[name])}")

@@ -488,7 +488,6 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     has_shapes: bool
     zeroed: int
     defects: Defects  # of the file: what is left out or replaced
-    crossing: Counter  # slices that overlap another of their track without nesting, by name
     not_known: Counter  # slices on a device, of categories that this reader does not know, left out
     taken: Counter  # the same of a trace without any known work: taken for the device's work
     nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start

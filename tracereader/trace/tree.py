@@ -220,12 +220,10 @@ def _built(
         # The marks come first, so that a call as long as its step lies inside it.
         ops = marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
         spans = [one for one in spans if not one.name.startswith(STEP)]
-    crossing = Counter()
-    roots = _nest(ops, crossing)
-    _nest([*work, *spans], crossing)
-    _nest(overheads, crossing)
+    roots = _nest(ops)
+    _nest(overheads)
     module_roots: dict[tuple, list[Op]] = {}
-    for root in _nest(modules, Counter(), MODULES_DEEP):
+    for root in _nest(modules, MODULES_DEEP):
         module_roots.setdefault(root.track, []).append(root)
     work.sort(key=_start)
     nodes.sort(key=_start)
@@ -282,7 +280,6 @@ def _built(
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
         defects=document.defects,
-        crossing=crossing,
         not_known=not_known,
         taken=taken,
         nodes=tuple(nodes),
@@ -362,11 +359,10 @@ def _is_length(us: float | decimal.Decimal | None) -> bool:
     return is_time(us) and us >= 0
 
 
-def _nest(slices: list, crossing: Counter, deepest: float = math.inf) -> list[Op]:
+def _nest(slices: list, deepest: float = math.inf) -> list[Op]:
     """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
-    A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices. deepest: slices inside
-    as many others are left out.
+    deepest: slices inside as many others are left out.
     """
     sort_by_start(slices)
     by_track = defaultdict(list)
@@ -381,13 +377,10 @@ def _nest(slices: list, crossing: Counter, deepest: float = math.inf) -> list[Op
                 del stack[-1], ends[-1]
                 last = ends[-1] if ends else -math.inf
             end = start + one.dur
-            if end > last and ends:
-                if one.name.startswith(STEP):
-                    # The annotation still open around prof.step() crosses, not the step that begins in it.
-                    while ends and ends[-1] < end:
-                        del stack[-1], ends[-1]
-                else:
-                    crossing[one.name] += 1
+            if end > last and ends and one.name.startswith(STEP):
+                # The annotation still open around prof.step() crosses, not the step that begins in it.
+                while ends and ends[-1] < end:
+                    del stack[-1], ends[-1]
             if type(one) is Op and len(stack) < deepest:
                 if stack:
                     above = one.parent = stack[-1]

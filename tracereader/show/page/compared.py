@@ -46,7 +46,7 @@ class Runs:
         self.decoded |= data.decoded_names(trace)
         if not self.summaries:
             found = opportunities(trace, summary)
-            self.proposed = () if isinstance(found, Refused) else found
+            self.proposed = () if isinstance(found, Refused) else [one for one in found if not one.is_unknown]
         self.summaries.append(summary)
         self.steps.append(
             {"name": f"run {number}, step {step.number}", "start": step.start - zero, "end": step.end - zero}

@@ -16,12 +16,13 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.places import by_module_path
-from tracereader.findings import cheatsheet, recording, steps
+from tracereader.findings import cheatsheet, communication, recording, steps
 from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import warnings
+from tracereader.show.text import capitalized
 from tracereader.show.work import attention_in_words, product_in_words
 from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
@@ -64,6 +65,7 @@ def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
     # The last one explains a GPU time below that is longer than the step's time.
     sentences = [why, recording.unprofiled(summary), steps.overlap_of_steps(summary)]
+    sentences += map(capitalized, communication.in_words(summary))
     several = len(summary.source.devices) > 1
     facts = []
     if several:
@@ -106,7 +108,8 @@ def proposed(found: Sequence[Opportunity] | Refused) -> dict:
     """Return the changes to try first, or why no saving can be computed."""
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
-    return {"refused": None, "found": [msgspec.to_builtins(one) | {"share": one.share} for one in found]}
+    known = [{"share": one.share, "is_unknown": one.is_unknown} for one in found]
+    return {"refused": None, "found": [msgspec.to_builtins(one) | two for one, two in zip(found, known, strict=True)]}
 
 
 def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:
@@ -263,7 +266,7 @@ def _roofline(summary: Summary) -> dict | None:
     for one in summary.kernels_of_step:
         if one.flops and one.bytes_moved and one.tflops:
             equal[one.name, one.flops, one.bytes_moved].append(one)
-    shown = labels([name for name, _, _ in equal], NAME_SHOWN)
+    shown = labels([one.name for one in summary.kernels], NAME_SHOWN)
     time = sum(one.us for some in equal.values() for one in some)
     return {
         "peaks": msgspec.to_builtins(peaks),

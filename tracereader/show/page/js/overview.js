@@ -61,14 +61,15 @@ function opportunities(data, pick) {
       const shows = one.kernels.length > 0 && data.hasTimeline;
       return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
         el("div", {class: "gain"},
-          el("b", {}, one.estimated_savings ? range : saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`),
-          el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * (one.estimated_savings?.[1] ?? one.share)}%`}))),
+          one.is_unknown ? el("b", {}, "not known from one rank")
+            : [el("b", {}, one.estimated_savings ? range : saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`)],
+          !one.is_unknown && el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * (one.estimated_savings?.[1] ?? one.share)}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
-          one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
+          !one.is_unknown && one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
             + (time(one.step_us) === time(one.step_us_after) ? "The replay of the recorded step does not become shorter."
               : `The times are those of the recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`)),
-          unprofiled && el("p", {}, "This is the step without the profiler. "
+          !one.is_unknown && unprofiled && el("p", {}, "This is the step without the profiler. "
             + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
           el("p", {}, sentence(one.evidence)),
           el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
