@@ -124,7 +124,7 @@ class Cpu:
         """Return the self times (µs) of the ops with these names, which is faster still."""
         if self._trace is None:
             return {name: self.ops[name].self_us for name in names if name in self.ops}
-        nested = not self._trace.crossing
+        nested = not self._trace.crosses
         return {name: self_us_of(calls, nested) for name, calls in self._calls("op", set(names)).items()}
 
     @cached_property
@@ -147,7 +147,7 @@ class Cpu:
     def recorded_us(self) -> float:
         """Return the sum of the self times (µs) of all ops and runtime calls."""
         labels = self._step.labels
-        if self._trace.crossing:
+        if self._trace.crosses:
             return sum(self_us(op) for op in self._step.walk() if op.kind != "label")
         outermost = [op for op in self._step.roots if op.kind != "label"]
         outermost += [op for label in labels for op in label.children if op.kind != "label"]
@@ -205,7 +205,7 @@ class Cpu:
 
     def _times(self, calls: Mapping[str, list[Op]]) -> dict[str, OpTimes]:
         """Return the times of calls that are given by name."""
-        launching, nested, found = self._launching, not self._trace.crossing, {}
+        launching, nested, found = self._launching, not self._trace.crosses, {}
         for name, same in calls.items():
             total_us, own_us = sum(map(_dur, same)) / 1e3, self_us_of(same, nested)
             found[name] = OpTimes(len(same), total_us, own_us, (same[0].kind, name) in launching)

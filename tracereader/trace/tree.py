@@ -220,10 +220,10 @@ def _built(
         # The marks come first, so that a call as long as its step lies inside it.
         ops = marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
         spans = [one for one in spans if not one.name.startswith(STEP)]
-    roots = _nest(ops)
+    roots, crosses = _nest(ops)
     _nest(overheads)
     module_roots: dict[tuple, list[Op]] = {}
-    for root in _nest(modules, MODULES_DEEP):
+    for root in _nest(modules, MODULES_DEEP)[0]:
         module_roots.setdefault(root.track, []).append(root)
     work.sort(key=_start)
     nodes.sort(key=_start)
@@ -279,6 +279,7 @@ def _built(
         of_no_process=one.unknown if one is not None else 0,
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
+        crosses=crosses,
         defects=document.defects,
         not_known=not_known,
         taken=taken,
@@ -359,16 +360,17 @@ def _is_length(us: float | decimal.Decimal | None) -> bool:
     return is_time(us) and us >= 0
 
 
-def _nest(slices: list, deepest: float = math.inf) -> list[Op]:
+def _nest(slices: list, deepest: float = math.inf) -> tuple[list[Op], bool]:
     """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
-    deepest: slices inside as many others are left out.
+    Also return whether a slice ends after the one in which it starts. deepest: slices inside so many others are left
+    out.
     """
     sort_by_start(slices)
     by_track = defaultdict(list)
     for one in slices:
         by_track[one.track].append(one)
-    roots = []
+    roots, crosses = [], False
     for track in by_track.values():
         stack, ends, last = [], [], -math.inf  # last: the end of the innermost open slice
         for one in track:
@@ -377,10 +379,13 @@ def _nest(slices: list, deepest: float = math.inf) -> list[Op]:
                 del stack[-1], ends[-1]
                 last = ends[-1] if ends else -math.inf
             end = start + one.dur
-            if end > last and ends and one.name.startswith(STEP):
-                # The annotation still open around prof.step() crosses, not the step that begins in it.
-                while ends and ends[-1] < end:
-                    del stack[-1], ends[-1]
+            if end > last and ends:
+                if one.name.startswith(STEP):
+                    # The annotation still open around prof.step() crosses, not the step that begins in it.
+                    while ends and ends[-1] < end:
+                        del stack[-1], ends[-1]
+                else:
+                    crosses = True
             if type(one) is Op and len(stack) < deepest:
                 if stack:
                     above = one.parent = stack[-1]
@@ -394,7 +399,7 @@ def _nest(slices: list, deepest: float = math.inf) -> list[Op]:
             ends.append(end)
             last = end
     roots.sort(key=_start)
-    return roots
+    return roots, crosses
 
 
 class _Ties(msgspec.Struct):
