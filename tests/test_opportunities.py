@@ -201,7 +201,7 @@ def paused(events, mark, starts, ms):
 @pytest.mark.parametrize(
     ("before", "told"),
     [
-        (["aten::ones_like"], r"in an op for 3\.\d ms between \S+ and aten::ones_like$"),
+        (["aten::ones_like"], r"in an op for 3\.\d ms between \S+ and aten::ones_like, in the annotation backward$"),
         (["autograd::engine::evaluate_function: MeanBackward0"], None),
         (["autograd::engine::evaluate_function: AddmmBackward0"], None),
         (["aten::ones_like", "aten::item"], r"for 7\.\d ms in 2 pauses, .* \(4\.\d ms\) between .* and aten::item$"),
@@ -857,7 +857,7 @@ def test_a_change_that_is_not_replayed_could_not_save_enough(name, tmp_path, mon
     trace = read(path)
     case = Case(trace, summarize(trace), graph_of(trace))
     families = {one.family for one in case.summary.gpu_work}
-    assert sum(case.us_by_family.values()) == pytest.approx(sum(one.us for one in trace.work))
+    assert sum(case.us_by_family.values()) == pytest.approx(sum(one.us for one in trace.steps[0].work))
     cannot = [family for family in families if not case.could_gain((family,))]
     assert (len(cannot) > 2) == (name != "resnet/fp32") and case.could_gain(families)
     for family in cannot:
@@ -952,7 +952,8 @@ def test_without_recorded_ops_no_time_counts_as_python_and_no_chain_is_fused(nam
     assert not {"python", "fuse_pointwise"} & set(of_a_committed_trace(file))
     waits = measured(file).idle_in
     assert "Python, between ops" not in waits
-    assert name != "fsdp_rank0" or waits["no recorded op or call"] == pytest.approx(24_420, rel=0.01)
+    unknown = sum(us for where, us in waits.items() if where.endswith("no recorded op or call"))
+    assert name != "fsdp_rank0" or unknown == pytest.approx(24_420, rel=0.01)
 
 
 def test_without_its_ops_a_trace_loses_the_proposals_that_need_them(edited):

@@ -37,7 +37,9 @@ REFERENCE = ROOT / "traces" / "reference"
 TRAINING = REFERENCE / "nvidia-h200-x2" / "06_training"
 DECODING = REFERENCE / "nvidia-h200" / "05_llm"
 CHANGES = REFERENCE / "nvidia-h200" / "changes"
-TRACES = sorted([*REFERENCE.rglob("*.json.gz"), *(ROOT / "tests" / "traces").rglob("*.json.gz")])
+# The replay of a recording of which a part does not count has a test in test_quality.py.
+RECORDED = [path for path in (ROOT / "tests" / "traces").rglob("*.json.gz") if path.parent.name != "quality"]
+TRACES = sorted([*REFERENCE.rglob("*.json.gz"), *RECORDED])
 SOME = [
     TRAINING / "4x1024x1024x16_bf16_warm_eager_forloop.json.gz",
     TRAINING / "4x1024x1024x16_bf16_warm_eager_ddp_x2_rank0.json.gz",
@@ -488,7 +490,7 @@ def test_work_launched_before_the_recording_is_replayed(made):
 
 def test_a_refusal_gives_its_reason(made):
     no_records = [op(10, 20), call(12, 1), op(40, 20)]
-    assert graph_of(made(no_records)) == Refused(Reason.NO_GPU_WORK)
+    assert graph_of(made(no_records)) == Refused(Reason.INCOMPLETE)
     no_launches = [op(10, 20), kernel(12, 5, 1), kernel(20, 5, 2)]
     assert graph_of(made([step(0, 5, 90)], no_launches)) == Refused(Reason.NO_LAUNCHES)
 
@@ -582,8 +584,8 @@ def test_no_single_step_is_replayed_of_steps_that_launch_different_amounts(made,
 
 def test_only_steps_that_reproduce_the_recorded_step_are_replayed_alone(made, monkeypatch):
     def slower_at_the_end(n, t, c):
-        mark, *others = [one | {"ts": one["ts"] + 300 * max(0, n - 40)} for one in overhead_bound(n, t, c)]
-        return [mark | {"dur": 400 if n > 40 else 100}, *others]
+        mark, *others = [one | {"ts": one["ts"] + 40 * max(0, n - 40)} for one in overhead_bound(n, t, c)]
+        return [mark | {"dur": 140 if n > 40 else 100}, *others]
 
     trace = made(repeated(slower_at_the_end, 100, steps=60))
     monkeypatch.setattr(graph_module, "SINGLE", 1)

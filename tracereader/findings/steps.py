@@ -95,7 +95,11 @@ def without_activity(summary: Summary) -> str:
     """
     if summary.source.leaves_gpu_out:
         return "GPU activities left out"
-    used = shows_use(summary.source.backend) or any("Launch" in name for name in summary.cpu.runtime)
+    used = (
+        summary.recording.lost
+        or shows_use(summary.source.backend)
+        or any("Launch" in name for name in summary.cpu.runtime)
+    )
     return "no GPU activity recorded" if used and not summary.source.devices else WORDS["cpu-only"]
 
 
@@ -111,10 +115,12 @@ def waiting(summary: Summary) -> tuple[str, str]:
     if found == "incomplete":
         lost, calls = summary.recording.lost, summary.recording.launches
         have = "has" if lost == 1 else "have"
+        again = "record fewer steps, and call torch.cuda.synchronize() before the profiler stops"
+        if summary.source.leaves_gpu_out:
+            again = "prof.export_chrome_trace() writes a file with the GPU's records"
         return word, (
             f"{lost:,} of {counted(calls, 'launch call')} {have} no GPU record, so the trace shows neither when the "
-            "GPU was idle nor how long a step takes; record fewer steps, and call torch.cuda.synchronize() before the "
-            "profiler stops"
+            f"GPU was idle nor how long a step takes; {again}"
         )
     if gpu is None:
         if summary.source.devices:

@@ -22,7 +22,7 @@ from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Wo
 CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
 # Calls that give the GPU a kernel or a graph, in CUDA's and HIP's names. The profiler records an activity for each, as
 # it does in all of the 2.3 million such calls of this repository's own recordings. A memset of no bytes has none.
-LAUNCH = re.compile(r"(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|ModuleLaunch|GraphLaunch|LaunchByPtr)")
+LAUNCH = re.compile(r"^(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|ModuleLaunch|GraphLaunch|LaunchByPtr)")
 # An activity cannot end after a later one of its stream ends. The clocks of such records differ by less than this.
 IN_ORDER_NS = 100_000
 # Calls that load code, and what the driver adds to a launch that loads its kernel.
@@ -46,7 +46,7 @@ FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES, LATER_TIMES = 300_000, 10, 3
 # So many of the longest ones count, so that a hostile trace takes no longer.
 FIRST_LAUNCHES = 200
 # Ops on lists of tensors, whose CPU time before the launch grows with the tensors.
-ON_LISTS = re.compile(r"_foreach_|_fused_")
+ON_LISTS = re.compile(r"^aten::_(?:foreach|fused)_")
 # Waits that are shorter than this share of the step, or this time (ns), do not change what is concluded.
 LEAST_SHARE, LEAST_NS = 0.01, 100_000
 ASKED = re.compile("|".join(one.pattern for one in (CAPTURE_EDGE, LAUNCH, LOADS, STARTS, MAY_LOAD, ALLOCATES, FREES))
@@ -223,7 +223,25 @@ def _cold(
     # Memory that is freed and allocated again in a warm step is a finding of its own.
     if not frees and all(op.start < steps[0].end for op in allocations):
         add(allocations, "first allocations")
-    return _without_overlaps(found, steps)
+    return tuple(_only_once(_without_overlaps(found, steps), steps))
+
+
+def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
+    """Yield what the program does only once: a step's time of a kind, if no other step has about as much of it."""
+    starts = [step.start for step in steps]
+    places = [bisect.bisect_right(starts, one.start) for one in found]
+    sums = Counter()
+    for place, one in zip(places, found, strict=True):
+        sums[place, one.what] += one.end - one.start
+    by_kind = defaultdict(list)
+    for (_, what), ns in sums.items():
+        by_kind[what].append(ns)
+    alike = {what: sorted(some) for what, some in by_kind.items()}
+    for place, one in zip(places, found, strict=True):
+        ns, some = sums[place, one.what], alike[one.what]
+        near = bisect.bisect_right(some, LATER_TIMES * ns) - bisect.bisect_left(some, ns / LATER_TIMES)
+        if near == 1:
+            yield one
 
 
 def _first_compilations(some: Sequence[Op], steps: Sequence[Step]) -> list[Op]:
@@ -327,29 +345,36 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
     """Return the first step's wait for earlier GPU work: see Earlier.
 
     It makes the step longer than others by what the GPU still had to do when the step began, less what it still has to
-    do when the step ends: in a loop in which the CPU runs ahead of the GPU, each step waits like that.
+    do when the step ends: in a loop in which the CPU runs ahead of the GPU, each step waits like that. So does a
+    program that waits at the start of each step.
     """
     step = steps[0]
     launched = [one for one in step.work if one.launch is not None]
     if not launched:
         return None
     first = min(launched, key=_start)
-    launch = min(one.launch.start for one in launched)
     own = {id(one) for one in step.work}
     before = [one for one in work if one.start < first.start and id(one) not in own]
-    waits = [op for op in step.named(WAITS.search) if op.kind == "runtime" and not op.work and op.start < launch]
+    waits = _first_waits(step)
     ended = max((one.start + one.dur for one in before), default=step.start)
     # The GPU was busy with work that is not in the trace while a call waited for it, or after a launch had returned.
     delay = first.start - max(first.launch.end, ended, step.start)
     hidden = delay if delay > LEAST_NS and first.launch.start >= step.start else 0
-    spans = [(max(op.start, step.start), op.end) for op in waits]
-    waited = sum(end - start for start, end in spans)
     pending = max(0, max(one.start + one.dur for one in step.work) - step.end)
-    ns = waited + hidden - pending
+    usual = sorted(sum(op.dur for op in _first_waits(one)) for one in steps[1:] if one.work)
+    ns = sum(op.end - max(op.start, step.start) for op in waits) - (usual[len(usual) // 2] if usual else 0)
+    ns += hidden - pending
     if ns < max(LEAST_NS, LEAST_SHARE * (step.end - step.start)):
         return None
-    until = first.start if hidden else max(ended, *(end for _, end in spans))
+    until = first.start if hidden else max(ended, *(op.end for op in waits))
     return Earlier(until, ns, tuple(waits), bool(before) and ended > step.start)
+
+
+def _first_waits(step: Step) -> list[Op]:
+    """Return a step's calls that wait for the GPU before the step has launched anything."""
+    launch = min((one.launch.start for one in step.work if one.launch is not None), default=step.start)
+    calls = step.named(WAITS.search)
+    return [op for op in calls if op.kind == "runtime" and not op.work and op.start < launch]
 
 
 def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int | None]:
