@@ -63,7 +63,7 @@ def test_nested_regions_and_ops_between_graphs_count_once(tmp_path, capsys):
     assert 0 < lookup < own < 400
     said = printed(capsys, made(tmp_path, *[BROKEN] * 3), "--only", "patterns")
     beside = f"with pregraph bytecode, prologues and the regions' self time it is {own:.1f} µs"
-    assert f"{CACHED} ({lookup:.1f} of the CPU's {STEP_US - 1} µs; {beside})" in said
+    assert f"{CACHED} ({lookup:.1f} of the step's CPU time of {STEP_US - 1} µs; {beside})" in said
 
 
 def test_the_cost_of_torch_compile_is_its_own_time(tmp_path, capsys):

@@ -12,7 +12,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, joined, length, union
-from tracereader.figures.pace import is_far_wider, with_a_middle
+from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 from tracereader.trace.quality import LAUNCH
@@ -439,8 +439,8 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         overheads[one.name] += one.us
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
-    # The time of annotations, the DataLoader's among them, and between ops is the program's own.
-    of_calls = [pair for name, pair in both.items() if name != OUTSIDE_CALLS and pair[0].kinds != {"label"}]
+    # A long pause between ops, in an annotation or outside of all, is the program's own or the DataLoader's.
+    of_calls = [pair for pair in both.values() if pair[0].kinds != {"label"} or pair[0].us - pair[1].us < PAUSE_US]
     first_calls = {name: mine.us for name, mine in own.items() if name not in usual_self}
     slower = first_calls | {name: mine.us - theirs.us for name, (mine, theirs) in both.items()}
     gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)

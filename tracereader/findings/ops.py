@@ -196,7 +196,7 @@ def no_compile_rows(summary: Summary) -> Verdict:
 @finding(predicts=lambda op: f"torch.compile takes more CPU time to reach {op} than {op} itself takes", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
-    seen = part_of(us, step, "of the CPU's")
+    seen = part_of(us, step, "of the step's CPU time of")
     return Verdict(0 < us < step / 2, f"{op} takes {seen}")
 
 
@@ -213,7 +213,7 @@ def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
     rows = [one for name, one in summary.cpu.ops.items() if name.startswith((*COMPILED_ROWS, PREGRAPH))]
     own = sum(one.self_us for one in rows)
-    lookups = part_of(lookup, summary.chosen.cpu_us, "of the CPU's")
+    lookups = part_of(lookup, summary.chosen.cpu_us, "of the step's CPU time of")
     seen = f"{lookups}; with pregraph bytecode, prologues and the regions' self time it is {duration(own)}"
     return Verdict(True, seen)
 

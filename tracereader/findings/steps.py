@@ -7,7 +7,7 @@ from statistics import median
 
 from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
-from tracereader.figures.gpu_time import GpuTime
+from tracereader.figures.gpu_time import BETWEEN_OPS, GpuTime, is_python
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE_CALLS, Excess, StepFacts
@@ -189,7 +189,10 @@ def longest_waits(summary: Summary) -> str:
         )
     if summary.waits_for != "overhead" or not whole:
         return ""
-    most = sorted(summary.idle_in.items(), key=lambda one: -one[1])[:WAITS_NAMED]
+    waits = Counter()
+    for name, us in summary.idle_in.items():
+        waits[BETWEEN_OPS if is_python(name) else name] += us  # the table below has each annotation's part
+    most = waits.most_common(WAITS_NAMED)
     parts = [f"in {op} ({us / whole:.0%} of the wait)" for op, us in most]
     return f"While the GPU waits for the CPU, the launching thread is {' and '.join(parts)}"
 
