@@ -147,6 +147,12 @@ def priced(
     without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
     if after > before:
         estimates = ()  # such a change is not shown: see is_worth_showing()
+    replayed = 1 / scale
+    uncertain = (
+        ""
+        if abs(replayed - 1) <= TOLERANCE
+        else (f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time")
+    )
     ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
     return Opportunity(
         change=name,
@@ -155,14 +161,14 @@ def priced(
         step_us_after=after,
         saves_us=before - after,
         basis="bound" if proposal.assumed else "replay",
-        evidence=proposal.evidence,
+        evidence=proposal.evidence + uncertain,
         how=proposal.how,
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
         unprofiled_step_us_after=without,
         estimated_savings=(max(0.0, min(ends) - REPLAY_ERROR), min(1.0, max(0.0, *ends) + REPLAY_ERROR))
         if ends
         else None,
-        replayed=1 / scale if abs(1 / scale - 1) > TOLERANCE else None,
+        replayed=replayed if uncertain else None,
     )
 
 

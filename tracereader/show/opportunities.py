@@ -81,7 +81,7 @@ def _saves(one: Opportunity) -> str:
 
 def _saved(one: Opportunity, share: float) -> str:
     """Return a saved share. With assumed rates it is no upper bound, because a run can save more."""
-    return f"{'about ' * (one.basis == 'bound')}{percent(share)}"
+    return f"{'about ' * (one.basis == 'bound' or one.replayed is not None)}{percent(share)}"
 
 
 def _reason(one: Opportunity) -> str:
