@@ -208,7 +208,7 @@ def _untraced(summary: Summary) -> str:
 def overlap_of_steps(summary: Summary) -> str:
     """Return a sentence if a step's GPU activities take longer than a step, because steps overlap; else ""."""
     busy = summary.chosen.gpu_busy_us
-    if busy <= (1 + SAME_TIME) * summary.recorded_step_us:
+    if busy <= (1 + SAME_TIME) * summary.recorded_step_us or summary.recording.mixed is not None:
         return ""
     return (
         f"The GPU activities that a step launches take {duration(busy)}, and a step takes "
@@ -259,6 +259,7 @@ def _costliest_op(summary: Summary) -> str:
 
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
 WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
+WAITS_FOR_THE_GPU = re.compile("Synchronize|Memcpy")
 # A cause with this share of a step's additional time explains it.
 EXPLAINS = 1 / 3
 # A product on the CPU is far slower if it exceeds this many times its time at the best rate that the run measured by
@@ -356,8 +357,9 @@ def of_recording(summary: Summary) -> list[str]:
         step = next(one for one in summary.steps if one.name == found.outlier)
         why = cause(summary, step)
         said.append(
-            f"step {step.number} takes {duration(step.cpu_us)}, far longer than all others, and is left out of the "
-            f"regime{f': {why}' if why else ''}"
+            f"step {step.number} takes {duration(step.cpu_us)} on the CPU, where the median step takes "
+            f"{duration(median(one.cpu_us for one in summary.steps))}, and is left out of the regime"
+            + (f": {why}" if why else "")
         )
     return said
 
@@ -496,10 +498,11 @@ def paid_for_first_use(step: StepFacts) -> bool:
     more = step.excess
     if more is None:
         return False
-    loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in more.first_calls)
+    calls = {name: us for name, us in more.first_calls.items() if not WAITS_FOR_THE_GPU.search(name)}
+    loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in calls)
     if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads
-    return loads or sum(more.first_calls.values()) > more.us / 3
+    return loads or sum(calls.values()) > more.us / 3
 
 
 def _slower_alike(more: Excess) -> bool:

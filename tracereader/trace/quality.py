@@ -384,16 +384,22 @@ def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int |
     """
     on_gpu = any(step.work for step in steps)
     amounts = [len(step.work) if on_gpu else step.size for step in steps]
-    working = [step for step, amount in zip(steps, amounts, strict=True) if 2 * amount >= max(amounts) and step.us]
+    least = usual_amount(amounts) / 2
+    working = [step for step, amount in zip(steps, amounts, strict=True) if amount >= least and step.us]
     if len(working) < ENOUGH_STEPS - 1:
         return None, None
     long = _longer({step.start: step.end - step.start for step in working})
     if on_gpu and long:
         firsts = {step.start: step.work[0].start for step in working}
-        # A step's delay on the GPU lies before its first activity, or between that and the next step's.
-        pairs = list(pairwise(working))
-        longer = _longer({after.start: firsts[after.start] - firsts[before.start] for before, after in pairs})
+        # A step's delay on the GPU lies before its first activity, or between that and the next step's. That of the
+        # last step ends with the step.
+        pairs, last = list(pairwise(working)), working[-1]
+        times = {after.start: firsts[after.start] - firsts[before.start] for before, after in pairs}
+        longer = _longer(times)
         delayed = longer | {before.start for before, after in pairs if after.start in longer}
+        least = APART * max((ns for start, ns in times.items() if start not in longer), default=0)
+        if max(last.end, *(one.start + one.dur for one in last.work)) - firsts[last.start] >= least:
+            delayed.add(last.start)
         long = {start for start in long if start in delayed or start == working[0].start}
     first = working[0]
     others = long - {first.start}
@@ -406,6 +412,12 @@ def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int |
     if len(long) >= 2:
         return Mixed(frozenset(long)), None
     return None, min(long) if long and len(working) >= ENOUGH_STEPS else None
+
+
+def usual_amount(amounts: Iterable[int]) -> int:
+    """Return the median of the steps' amounts of work, without those that did nothing. Stubs do less than half of it."""
+    some = sorted(amount for amount in amounts if amount)
+    return some[len(some) // 2] if some else 0
 
 
 def _longer(times: dict[int, int]) -> set[int]:
