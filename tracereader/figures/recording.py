@@ -24,7 +24,8 @@ class Recording(msgspec.Struct, frozen=True):
     cold_us: the time of the typical step in calls that a warm step does not make, by kind; empty if that is hardly any.
     The step's time does not include it. earlier_us: by how much the first step waits longer, because of GPU work from
     before the recording; 0 without that. before_us, after_us: of a recording without steps, the time before its first
-    GPU activity and after its last one, which is no idle time; 0 otherwise. mixed: None if the steps are of one kind.
+    GPU activity and after its last one, which is no idle time; 0 otherwise. earlier_work: whether there is GPU work
+    before that activity, which was launched before the recording. mixed: None if the steps are of one kind.
     outlier: the name of the only step far longer than all others, which is not the first. clipped, clipped_us: GPU
     activities that were recorded as ending after a later one of their stream, and the time taken off them.
     """
@@ -38,6 +39,7 @@ class Recording(msgspec.Struct, frozen=True):
     earlier_us: float
     before_us: float
     after_us: float
+    earlier_work: bool
     mixed: TwoKinds | None
     outlier: str | None
     clipped: int
@@ -58,6 +60,7 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
         earlier_us=quality.earlier.ns / 1e3 if quality.earlier is not None else 0.0,
         before_us=before / 1e3,
         after_us=after / 1e3,
+        earlier_work=bool(before) and trace.work[0].start < trace.steps[0].work[0].start,
         mixed=_two_kinds(trace),
         outlier=next((step.name for step in trace.steps if step.start == quality.outlier), None),
         clipped=quality.clipped,
