@@ -20,7 +20,7 @@ class TwoKinds(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     """What a recording can decide.
 
-    launches, lost, lost_calls, left_out and incomplete: as in Quality, for launches whose GPU records are missing.
+    launches, lost, lost_calls, partly_lost, left_out and incomplete: as in Quality.
     cold_us: the time of the typical step in calls that a warm step does not make, by kind; empty if that is hardly any.
     The step's time does not include it. earlier_us: by how much the first step waits longer, because of GPU work from
     before the recording; 0 without that. before_us, after_us: of a recording without steps, the time before its first
@@ -33,6 +33,7 @@ class Recording(msgspec.Struct, frozen=True):
     launches: int
     lost: int
     lost_calls: dict[str, tuple[int, int]]
+    partly_lost: int
     left_out: tuple[str, ...]
     incomplete: bool
     cold_us: dict[str, float]
@@ -54,6 +55,7 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
         launches=quality.launches,
         lost=quality.lost,
         lost_calls=quality.lost_calls,
+        partly_lost=quality.partly_lost,
         left_out=quality.without_records,
         incomplete=quality.incomplete,
         cold_us=_cold_us(trace, usual),

@@ -311,12 +311,14 @@ def _slow_products(summary: Summary) -> str | None:
 
 
 def without_records(found: Recording, whose: str = "") -> str:
-    """Return a clause on the launch calls that have no GPU record, or on the calls that copy if only such have none."""
-    lost, calls, kind = found.lost, found.launches, "launch call"
-    if not lost:
+    """Return a clause on the launch calls without GPU records; without any, on the calls that copy, or on replays."""
+    lost, calls, kind, no = found.lost, found.launches, "launch call", "no GPU record"
+    if not lost and found.lost_calls:
         lost, calls = (sum(some) for some in zip(*found.lost_calls.values(), strict=True))
         kind = "asynchronous copy call"
-    return f"{lost:,} of {whose}{counted(calls, kind)} {'has' if lost == 1 else 'have'} no GPU record"
+    elif not lost:
+        lost, no = found.partly_lost, "fewer GPU records than another launch of the same CUDA graph"
+    return f"{lost:,} of {whose}{counted(calls, kind)} {'has' if lost == 1 else 'have'} {no}"
 
 
 def of_recording(summary: Summary) -> list[str]:
