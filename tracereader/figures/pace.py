@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from tracereader.figures.intervals import Intervals, length, length_between, union
 from tracereader.trace import Step, Trace, Work
+from tracereader.trace.quality import usual_amount
 
 # A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long
 # on the H200 without warm-up, where it loads modules and creates handles; cold caches alone make it 3 times.
@@ -118,8 +119,9 @@ def working_steps(trace: Trace, usual: Step) -> list[Step]:
     """
     working = [step for step in _measured(trace, usual) if step.work] or [step for step in trace.steps if step.work]
     working = working or list(trace.steps)
-    most = max(len(step.work) for step in working)
-    large = [place for place, step in enumerate(working) if 2 * len(step.work) >= most]
+    amounts = [len(step.work) for step in working]
+    most = max(amounts) if trace.quality.mixed is None else usual_amount(amounts)
+    large = [place for place, amount in enumerate(amounts) if 2 * amount >= most]
     return working[large[0] : large[-1] + 1]
 
 

@@ -20,11 +20,12 @@ class TwoKinds(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     """What a recording can decide.
 
-    launches, lost, lost_calls, left_out and incomplete: as in Quality, for launches whose GPU records are missing.
+    launches, lost, lost_calls, partly_lost, left_out and incomplete: as in Quality.
     cold_us: the time of the typical step in calls that a warm step does not make, by kind; empty if that is hardly any.
     The step's time does not include it. earlier_us: by how much the first step waits longer, because of GPU work from
     before the recording; 0 without that. before_us, after_us: of a recording without steps, the time before its first
-    GPU activity and after its last one, which is no idle time; 0 otherwise. mixed: None if the steps are of one kind.
+    GPU activity and after its last one, which is no idle time; 0 otherwise. earlier_work: whether there is GPU work
+    before that activity, which was launched before the recording. mixed: None if the steps are of one kind.
     outlier: the name of the only step far longer than all others, which is not the first. clipped, clipped_us: GPU
     activities that were recorded as ending after a later one of their stream, and the time taken off them.
     """
@@ -32,12 +33,14 @@ class Recording(msgspec.Struct, frozen=True):
     launches: int
     lost: int
     lost_calls: dict[str, tuple[int, int]]
+    partly_lost: int
     left_out: tuple[str, ...]
     incomplete: bool
     cold_us: dict[str, float]
     earlier_us: float
     before_us: float
     after_us: float
+    earlier_work: bool
     mixed: TwoKinds | None
     outlier: str | None
     clipped: int
@@ -52,12 +55,14 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
         launches=quality.launches,
         lost=quality.lost,
         lost_calls=quality.lost_calls,
+        partly_lost=quality.partly_lost,
         left_out=quality.without_records,
         incomplete=quality.incomplete,
         cold_us=_cold_us(trace, usual),
         earlier_us=quality.earlier.ns / 1e3 if quality.earlier is not None else 0.0,
         before_us=before / 1e3,
         after_us=after / 1e3,
+        earlier_work=bool(before) and trace.work[0].start < trace.steps[0].work[0].start,
         mixed=_two_kinds(trace),
         outlier=next((step.name for step in trace.steps if step.start == quality.outlier), None),
         clipped=quality.clipped,

@@ -15,7 +15,7 @@ from tracereader.figures.intervals import Intervals, Lengths, joined, length, un
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
-from tracereader.trace.quality import LAUNCH
+from tracereader.trace.quality import LAUNCH, usual_amount
 
 # A step that took this many times the typical one is marked. On the H200 the first recorded step takes 1.7 to 3.4 times
 # the others, and the others differ among each other by up to 1.4.
@@ -106,7 +106,7 @@ def typical(trace: Trace) -> Step:
     on_gpu = any(step.work for step in trace.steps)
     if on_gpu:
         amounts = [len(step.work) for step in trace.steps]
-        most = max(amounts)
+        most = max(amounts) if trace.quality.mixed is None else usual_amount(amounts)
     else:
         amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
         # A step that compiles makes many times the others' calls. With two steps, nothing shows which one is the

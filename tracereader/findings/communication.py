@@ -15,8 +15,12 @@ ALIKE = 0.1  # bandwidths that differ by less
 
 def is_worth_saying(summary: Summary) -> bool:
     """Return whether communication takes enough of the step to be reported."""
-    found = summary.communication
-    return found is not None and (found.exposed_share > WORTH_SHOWING or found.share > MUCH_HIDDEN)
+    found = None if summary.recording.incomplete else summary.communication
+    return (
+        found is not None
+        and bool(found.collectives)
+        and (found.exposed_share > WORTH_SHOWING or found.share > MUCH_HIDDEN)
+    )
 
 
 def in_words(summary: Summary) -> list[str]:

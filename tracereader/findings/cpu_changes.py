@@ -441,6 +441,8 @@ def python(case: Case) -> Proposal | None:
     pauses = typical or max(in_steps, key=_longest)
     us = [(end - start) / 1e3 for start, end, *_ in pauses]
     start, end, before, after = pauses[us.index(max(us))]
+    having = sum(map(bool, in_steps))
+    some = f" in {having:,} of {len(in_steps):,} steps" if having < len(in_steps) else ""
     label = _covering([one for step in (case.step, *case.steps) for one in step.labels], start, end)
     covered = f", in the annotation {label}" if label else ""
     several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""
@@ -448,7 +450,7 @@ def python(case: Case) -> Proposal | None:
     inside = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"no thread is in an op for {duration(sum(us))}{several} between {before} and {after}{covered}{inside}",
+        f"no thread is in an op for {duration(sum(us))}{some}{several} between {before} and {after}{covered}{inside}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
         unrecorded=max(map(_longest, in_steps)) >= LONG_PAUSE_US * 1e3,

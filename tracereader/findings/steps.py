@@ -9,6 +9,7 @@ from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import BETWEEN_OPS, GpuTime, is_python
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.recording import Recording
 from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE_CALLS, Excess, StepFacts
 from tracereader.findings.finding import (
@@ -113,14 +114,12 @@ def waiting(summary: Summary) -> tuple[str, str]:
         others = f"; {counted(ran, 'more launch', 'more launches')} ran" if ran else ""
         return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if found == "incomplete":
-        lost, calls = summary.recording.lost, summary.recording.launches
-        have = "has" if lost == 1 else "have"
         again = "record fewer steps, and call torch.cuda.synchronize() before the profiler stops"
         if summary.source.leaves_gpu_out:
             again = "prof.export_chrome_trace() writes a file with the GPU's records"
         return word, (
-            f"{lost:,} of {counted(calls, 'launch call')} {have} no GPU record, so the trace shows neither when the "
-            f"GPU was idle nor how long a step takes; {again}"
+            f"{without_records(summary.recording)}, so the trace shows neither when the GPU was idle nor how long a "
+            f"step takes; {again}"
         )
     if gpu is None:
         if summary.source.devices:
@@ -211,7 +210,7 @@ def _untraced(summary: Summary) -> str:
 def overlap_of_steps(summary: Summary) -> str:
     """Return a sentence if a step's GPU activities take longer than a step, because steps overlap; else ""."""
     busy = summary.chosen.gpu_busy_us
-    if busy <= (1 + SAME_TIME) * summary.recorded_step_us:
+    if busy <= (1 + SAME_TIME) * summary.recorded_step_us or summary.recording.mixed is not None:
         return ""
     return (
         f"The GPU activities that a step launches take {duration(busy)}, and a step takes "
@@ -262,6 +261,7 @@ def _costliest_op(summary: Summary) -> str:
 
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
 WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
+WAITS_FOR_THE_GPU = re.compile("Synchronize|Memcpy")
 # A cause with this share of a step's additional time explains it.
 EXPLAINS = 1 / 3
 # A product on the CPU is far slower if it exceeds this many times its time at the best rate that the run measured by
@@ -313,18 +313,29 @@ def _slow_products(summary: Summary) -> str | None:
     return f"the matrix products are far slower than the best rates that this run measured: {BUSY}. {WHAT_TO_DO}"
 
 
+def without_records(found: Recording, whose: str = "") -> str:
+    """Return a clause on the launch calls without GPU records; without any, on the calls that copy, or on replays."""
+    lost, calls, kind, no = found.lost, found.launches, "launch call", "no GPU record"
+    if not lost and found.lost_calls:
+        lost, calls = (sum(some) for some in zip(*found.lost_calls.values(), strict=True))
+        kind = "asynchronous copy call"
+    elif not lost:
+        lost, no = found.partly_lost, "fewer GPU records than another launch of the same CUDA graph"
+    return f"{lost:,} of {whose}{counted(calls, kind)} {'has' if lost == 1 else 'have'} {no}"
+
+
 def of_recording(summary: Summary) -> list[str]:
     """Return sentences on what the recording lacks and on what in it is not the steps' own, without what is missing
     from every step: the regime says that."""
     found, said = summary.recording, []
     if found.left_out:
-        several = len(found.left_out) > 1
-        first, last = (name.removeprefix(STEP[:-1]) for name in (found.left_out[0], found.left_out[-1]))
-        which = f"{len(found.left_out):,} steps from {first} to {last} are" if several else f"step {first} is"
-        calls = counted(found.launches, "launch call")
-        said.append(
-            f"{which} left out of everything below: {found.lost:,} of the recording's {calls} have no GPU record"
+        several, kept = len(found.left_out) > 1, summary.steps
+        which = (
+            f"{len(found.left_out):,} steps are" if several else f"step {found.left_out[0].removeprefix(STEP[:-1])} is"
         )
+        below = f"{kept[0].number} to {kept[-1].number}" if len(kept) > 1 else kept[0].number
+        lost = without_records(found, "the recording's ")
+        said.append(f"{which} left out of everything below, which is on {below}: {lost}")
     if found.clipped:
         several = found.clipped > 1
         said.append(
@@ -342,8 +353,9 @@ def of_recording(summary: Summary) -> list[str]:
         said.append(f"one process uses several GPUs, which are busy for these shares of the time: {listed(shares)}")
     around = found.before_us + found.after_us
     if around > MUCH_OUTSIDE * summary.recorded_step_us:
+        launched = " with a launch call" * found.earlier_work
         said.append(
-            f"the recording has {duration(found.before_us)} before its first GPU activity and "
+            f"the recording has {duration(found.before_us)} before its first GPU activity{launched} and "
             f"{duration(found.after_us)} after its last one, which do not count as idle time"
         )
     if found.mixed is not None:
@@ -359,8 +371,9 @@ def of_recording(summary: Summary) -> list[str]:
         step = next(one for one in summary.steps if one.name == found.outlier)
         why = cause(summary, step)
         said.append(
-            f"step {step.number} takes {duration(step.cpu_us)}, far longer than all others, and is left out of the "
-            f"regime{f': {why}' if why else ''}"
+            f"step {step.number} takes {duration(step.cpu_us)} on the CPU, where the median step takes "
+            f"{duration(median(one.cpu_us for one in summary.steps))}, and is left out of the regime"
+            + (f": {why}" if why else "")
         )
     return said
 
@@ -499,10 +512,11 @@ def paid_for_first_use(step: StepFacts) -> bool:
     more = step.excess
     if more is None:
         return False
-    loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in more.first_calls)
+    calls = {name: us for name, us in more.first_calls.items() if not WAITS_FOR_THE_GPU.search(name)}
+    loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in calls)
     if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads
-    return loads or sum(more.first_calls.values()) > more.us / 3
+    return loads or sum(calls.values()) > more.us / 3
 
 
 def _slower_alike(more: Excess) -> bool:

@@ -39,6 +39,8 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
             return Refused(Reason.NO_GPU_WORK)
         parts = [replace(trace, steps=(typical(trace),), outside=())]
     else:
+        if trace.quality.earlier is not None:
+            trace = _without_earlier_work(trace)
         # Of a recording without steps, work from before its first launch does not count.
         work = trace.work if trace.has_steps else trace.steps[0].work
         launched = sum(one.launch is not None for one in work)
@@ -79,6 +81,12 @@ def prepare(graph: Graph, trace: Trace, usual: Step) -> Graph:
     if trace.quality.earlier is not None:
         spans += spans_of(trace.quality.earlier.calls)
     return without_cpu_time(graph, spans) if spans else graph
+
+
+def _without_earlier_work(trace: Trace) -> Trace:
+    """Return the trace without the work from before it, for which the first step waits: prepare() drops that wait."""
+    first = min(one.start for one in trace.steps[0].work if one.launch is not None)
+    return replace(trace, work=tuple(one for one in trace.work if one.launch is not None or one.start >= first))
 
 
 def runs_on_the_cpu(trace: Trace) -> bool:

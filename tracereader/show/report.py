@@ -272,7 +272,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
             words[-1] += f" ({flag}{shlex.quote(calls.name)} counts its {calls.calls:,} calls as the steps)"
     if (known := summary.unprofiled_step_us) is not None:
         words[-1] += f" ({duration(known)} without the profiler)"
-    if summary.has_gpu_work:
+    if summary.has_gpu_work and summary.waits_for != "incomplete":
         words.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
     if view.brief and len(summary.source.devices) < 2:
         del words[0]  # a numbered script prints the machine just before

@@ -23,6 +23,11 @@ CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
 # Calls that give the GPU a kernel or a graph, in CUDA's and HIP's names. The profiler records an activity for each, as
 # it does in all of the 2.3 million such calls of this repository's own recordings. A memset of no bytes has none.
 LAUNCH = re.compile(r"^(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|ModuleLaunch|GraphLaunch|LaunchByPtr)")
+# The profiler has recorded an activity for each of 15,471 such calls, too.
+COPY = re.compile(r"^(?:cuda|cu)Memcpy\w*Async")
+REPLAY = re.compile(r"^(?:cuda|cu|hip)GraphLaunch")
+# A replay is compared with so many of the largest ones, so that a long trace takes no longer.
+REPLAYS_COMPARED = 20
 # An activity cannot end after a later one of its stream ends. The clocks of such records differ by less than this.
 IN_ORDER_NS = 100_000
 # Calls that load code, and what the driver adds to a launch that loads its kernel.
@@ -49,8 +54,8 @@ FIRST_LAUNCHES = 200
 ON_LISTS = re.compile(r"^aten::_(?:foreach|fused)_")
 # Waits that are shorter than this share of the step, or this time (ns), do not change what is concluded.
 LEAST_SHARE, LEAST_NS = 0.01, 100_000
-ASKED = re.compile("|".join(one.pattern for one in (CAPTURE_EDGE, LAUNCH, LOADS, STARTS, MAY_LOAD, ALLOCATES, FREES))
-                   + f"|{INSTANTIATES}")  # fmt: skip
+KINDS = (CAPTURE_EDGE, LAUNCH, COPY, LOADS, STARTS, MAY_LOAD, ALLOCATES, FREES)
+ASKED = re.compile("|".join(one.pattern for one in KINDS) + f"|{INSTANTIATES}")
 # Steps are of two kinds if the shortest of the longer ones takes this many times the longest of the others. On the H200
 # the steps after the first differ by up to 1.4.
 APART = 1.5
@@ -122,17 +127,19 @@ def quality_of(
         captures, _ = capture_stretches(edges, min(map(_start, ops)), max(op.end for op in ops))
         captures = _merged(captures)
     calls, lost = _lost(names, captures)
-    kept, all_lost = _kept(steps, lost)
+    partly = _partly_lost((op for name, some in names.items() if REPLAY.search(name) for op in some if op.work), steps)
+    kept, all_lost = _kept(steps, [*lost, *partly])
     by_name = Counter(op.name for op in lost)
     quality = Quality(
-        launches=sum(calls.values()),
-        lost=len(lost),
+        launches=sum(number for name, number in calls.items() if LAUNCH.match(name)),
+        lost=sum(number for name, number in by_name.items() if LAUNCH.match(name)),
         lost_calls={name: (number, calls[name]) for name, number in by_name.most_common()},
+        partly_lost=len(partly),
         without_records=tuple(step.name for step in steps if step not in kept) if len(kept) < len(steps) else (),
         incomplete=all_lost,
         clipped=clipped[0],
         clipped_ns=clipped[1],
-        cold=_cold(kept, names, work, overheads, captures, edges),
+        cold=_cold(kept, names, work, overheads, captures, edges, lost),
     )
     if all_lost:
         return quality, kept
@@ -141,10 +148,10 @@ def quality_of(
 
 
 def _lost(names: dict[str, list[Op]], captures: Sequence[tuple[int, int]]) -> tuple[Counter, list[Op]]:
-    """Return the number of launching calls by name, and those without a record of GPU work."""
+    """Return the number of calls that launch or copy by name, and those without a record of GPU work."""
     calls, lost = Counter(), []
     for name, some in names.items():
-        if not LAUNCH.match(name):
+        if not LAUNCH.match(name) and not COPY.match(name):
             continue
         for op in some:
             if op.kind != "runtime" or (op.parent is not None and LAUNCH.match(op.parent.name)):
@@ -155,6 +162,39 @@ def _lost(names: dict[str, list[Op]], captures: Sequence[tuple[int, int]]) -> tu
                 if not has_work:
                     lost.append(op)
     return calls, lost
+
+
+def _partly_lost(replays: Iterable[Op], steps: Sequence[Step]) -> list[Op]:
+    """Return the launches of CUDA graphs with fewer records than another launch of the same graph.
+
+    Recordings do not name the graph. Launches at the same place in steps or annotations that launch as many graphs are
+    compared; they launch the same graph if another one has all kernels of theirs, with the same grids. That holds for
+    all 290 such launches of this repository's recordings.
+    """
+    starts, groups, places = [step.start for step in steps], defaultdict(list), defaultdict(list)
+    for op in sorted(replays, key=_start):
+        label = op
+        while len(steps) == 1 and label.parent is not None:
+            label = label.parent
+        if len(steps) > 1:
+            groups["", bisect.bisect_right(starts, op.start)].append(op)
+        elif label.kind == "label":
+            groups[label.name, label.start].append(op)
+    for (name, _), some in groups.items():
+        for place, op in enumerate(some):
+            places[name, len(some), place].append(op)
+    found = []
+    for some in places.values():
+        if len({len(op.work) for op in some}) > 1:
+            counts = [Counter((one.name, str(one.args.get("grid"))) for one in op.work) for op in some]
+            largest = nlargest(REPLAYS_COMPARED, counts, key=Counter.total)
+            found += [op for op, mine in zip(some, counts, strict=True) if any(_lacks(mine, one) for one in largest)]
+    return found
+
+
+def _lacks(mine: Counter, other: Counter) -> bool:
+    """Return whether the other one has all that this one has some of, and more of something."""
+    return mine.keys() <= other.keys() and any(mine[what] < number for what, number in other.items())
 
 
 def _kept(steps: tuple[Step, ...], lost: Sequence[Op]) -> tuple[tuple[Step, ...], bool]:
@@ -197,6 +237,7 @@ def _cold(
     overheads: Sequence[Op],
     captures: Sequence[tuple[int, int]],
     edges: Sequence[Op],
+    lost: Sequence[Op],
 ) -> tuple[Cold, ...]:
     """Return the time in calls that a program makes only once, in the steps, without overlaps on a thread."""
     found = []
@@ -217,7 +258,7 @@ def _cold(
     track = edges[0].track if edges else ()
     found += [Cold(track, start, end, "capturing CUDA graphs") for start, end in captures]
     add(_loading_calls(names, overheads), "loading code")
-    found += _first_launches(work, steps)
+    found += _first_launches(work, steps, lost)
     allocations = [op for name, some in names.items() if ALLOCATES.match(name) for op in some if op.kind == "runtime"]
     frees = any(FREES.match(name) for name in names) and not any(one.start < steps[0].end for one in found)
     # Memory that is freed and allocated again in a warm step is a finding of its own.
@@ -271,12 +312,12 @@ def _loading_calls(names: dict[str, list[Op]], overheads: Sequence[Op]) -> Itera
                 yield op
 
 
-def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Cold]:
+def _first_launches(work: Sequence[Work], steps: Sequence[Step], lost: Sequence[Op]) -> Iterable[Cold]:
     """Yield the time from an op's start to the return of its launch, where it is long for the first of a kernel.
 
     A library's start (cuBLAS creates its handle in the first product) and lazily loaded code are in that time, and the
     GPU is idle. It is busy where a launch waits for room in the queue. If another step's call of the same op takes as
-    long, the program makes such calls in each step.
+    long, the program makes such calls in each step. lost: calls without a record.
     """
     found, seen = [], set()
     reached, busy_until = {}, -math.inf
@@ -293,7 +334,7 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Col
             busy_until = one.start + one.dur
     if not found:
         return
-    times, by_op = _until_launched(work)
+    times, by_op = _until_launched(work, lost)
     everything = sorted(chain.from_iterable(times.values()))
     usual = max(FIRST_LAUNCH_NS, FIRST_LAUNCH_TIMES * everything[len(everything) // 4])
     found = nlargest(FIRST_LAUNCHES, found, key=lambda one: one[1].start + one[1].dur - one[2])
@@ -314,9 +355,17 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step]) -> Iterable[Col
             yield Cold(op.track, start, end, "loading code")
 
 
-def _until_launched(work: Sequence[Work]) -> tuple[dict[str, list[int]], dict[str, list[tuple[int, int]]]]:
-    """Return the times (ns) from an op's start to its launch's return by kernel, and their ends by outermost op."""
+def _until_launched(
+    work: Sequence[Work], lost: Sequence[Op]
+) -> tuple[dict[str, list[int]], dict[str, list[tuple[int, int]]]]:
+    """Return the times (ns) from an op's start to its launch's return by kernel, and their ends by outermost op.
+
+    The latter has lost launches, too.
+    """
     times, by_op, reached = defaultdict(list), defaultdict(list), {}
+    for op in lost:
+        outermost = op.outermost_call()
+        by_op[outermost.name].append((outermost.start, op.start + op.dur))
     for one in work:
         op = one.launch
         if op is not None and op.work[0] is one and "Graph" not in op.name:
@@ -384,16 +433,22 @@ def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int |
     """
     on_gpu = any(step.work for step in steps)
     amounts = [len(step.work) if on_gpu else step.size for step in steps]
-    working = [step for step, amount in zip(steps, amounts, strict=True) if 2 * amount >= max(amounts) and step.us]
+    least = usual_amount(amounts) / 2
+    working = [step for step, amount in zip(steps, amounts, strict=True) if amount >= least and step.us]
     if len(working) < ENOUGH_STEPS - 1:
         return None, None
     long = _longer({step.start: step.end - step.start for step in working})
     if on_gpu and long:
         firsts = {step.start: step.work[0].start for step in working}
-        # A step's delay on the GPU lies before its first activity, or between that and the next step's.
-        pairs = list(pairwise(working))
-        longer = _longer({after.start: firsts[after.start] - firsts[before.start] for before, after in pairs})
+        # A step's delay on the GPU lies before its first activity, or between that and the next step's. That of the
+        # last step ends with the step.
+        pairs, last = list(pairwise(working)), working[-1]
+        times = {after.start: firsts[after.start] - firsts[before.start] for before, after in pairs}
+        longer = _longer(times)
         delayed = longer | {before.start for before, after in pairs if after.start in longer}
+        least = APART * max((ns for start, ns in times.items() if start not in longer), default=0)
+        if max(last.end, *(one.start + one.dur for one in last.work)) - firsts[last.start] >= least:
+            delayed.add(last.start)
         long = {start for start in long if start in delayed or start == working[0].start}
     first = working[0]
     others = long - {first.start}
@@ -406,6 +461,12 @@ def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int |
     if len(long) >= 2:
         return Mixed(frozenset(long)), None
     return None, min(long) if long and len(working) >= ENOUGH_STEPS else None
+
+
+def usual_amount(amounts: Iterable[int]) -> int:
+    """Return the median of the steps' amounts of work, without those of none. Stubs do less than half of it."""
+    some = sorted(amount for amount in amounts if amount)
+    return some[len(some) // 2] if some else 0
 
 
 def _longer(times: dict[int, int]) -> set[int]:
