@@ -44,7 +44,7 @@ from tracereader.command import BadInput, RunFailed, command
         ("01_matmul_add", "--wait -1", "too small"),
         ("01_matmul_add", "--pause -1", "too small"),
         ("01_matmul_add", f"--pause {10**12}", "longer than a day"),
-        ("01_matmul_add", f"--active {10**9}", "recording takes about 53.0 kB a step"),
+        ("01_matmul_add", f"--active {9 * 10**6}", "recording takes about 53.0 kB a step"),
         ("01_matmul_add", "--code", "add --compile"),
         ("01_matmul_add", "--all --only steps", "not allowed with"),
         ("01_matmul_add", "--lanes --only steps", "leave out --lanes"),
@@ -210,8 +210,8 @@ def test_a_user_without_a_name(tmp_path):
 
 
 def test_steps_are_not_kept_in_a_list():
-    """A list would take eight bytes per step before the first call, and 10**15 of them do not fit into memory."""
-    args = harness.prepare(parse(["--device", "cpu", "--wait", f"{10**15}"], "A lesson.", "waiting.py"))
+    """A list of nine million steps would take 72 MB before the first call."""
+    args = harness.prepare(parse(["--device", "cpu", "--wait", f"{9 * 10**6}"], "A lesson.", "waiting.py"))
     steps = iter(harness.warm_up(lambda: 7, args))
     assert [next(steps)() for _ in range(3)] == [7, 7, 7]
 

@@ -1,6 +1,5 @@
 """The source of a trace: the file, the devices, the rank, and defects of the trace itself."""
 
-import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import is_phase, is_torchs_own
 from tracereader.trace.lenient import Defects
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
+from tracereader.trace.quality import earlier_work
 from tracereader.trace.slices import Process
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
@@ -164,15 +164,7 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     if not trace.work and not trace.defects.gpu and _launches(trace):
         yield TraceWarning("no_gpu_records")
     if unlaunched := [one for one in trace.work if one.launch is None]:
-        first: dict[tuple, int] = {}  # by stream, the start of its first launched activity
-        for one in trace.work:
-            if one.launch is not None:
-                first.setdefault((one.device, one.track), one.start)
-        # Work from before the recording has ended when a recorded call has waited for the whole GPU. With several GPUs,
-        # the trace does not tell which of them a call waited for.
-        waits = _waits_for_the_device(trace) if len({one.device for one in trace.work}) == 1 else ()
-        idle_since = min((op.end for op in waits), default=math.inf)
-        before = all(one.start <= min(first.get((one.device, one.track), -math.inf), idle_since) for one in unlaunched)
+        before = len(earlier_work(_waits_for_the_device(trace), trace.work)) == len(unlaunched)
         us = sum(one.us for one in unlaunched)
         yield TraceWarning("launched_before" if before else "no_launch", len(unlaunched), us=us)
     leads = [one.launch.start - one.start for one in trace.work if one.launch is not None]

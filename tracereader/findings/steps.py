@@ -116,7 +116,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     if found == "incomplete":
         again = "record fewer steps, and call torch.cuda.synchronize() before the profiler stops"
         if summary.source.leaves_gpu_out:
-            again = "prof.export_chrome_trace() writes a file with the GPU's records"
+            return word, f"{without_records(summary.recording)}; prof.export_chrome_trace() writes a file with them"
         return word, (
             f"{without_records(summary.recording)}, so the trace shows neither when the GPU was idle nor how long a "
             f"step takes; {again}"

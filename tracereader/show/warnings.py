@@ -87,7 +87,7 @@ def _in_words(one: TraceWarning, source: Source) -> str:
                 why = f"{'were' if several else 'was'} launched before the recording began"
             said = f"{first} ({duration(one.us)}) {why}, so "
             belong = f"{'they belong' if several else 'it belongs'} to no"
-            if not source.has_steps:
+            if not source.has_steps and one.name == "no_launch":
                 return f"{said}{belong} op"
             left_out = f"the tables of steps and names leave {'them' if several else 'it'} out"
             return f"{said}{belong} step and no op, and {left_out}"

@@ -87,6 +87,24 @@ def clip(work: Sequence[Work]) -> tuple[int, int]:
     return found, taken
 
 
+def earlier_work(ops: Iterable[Op], work: Sequence[Work]) -> list[Work]:
+    """Return the GPU work that was launched before the recording: it has no launch, and its stream's launches follow.
+
+    That work has ended when a recorded call has waited for the whole GPU. With several GPUs, the trace does not tell
+    which of them a call waited for. work: by start.
+    """
+    unlaunched = [one for one in work if one.launch is None]
+    if not unlaunched or len(unlaunched) == len(work):
+        return []
+    first: dict[tuple, int] = {}  # by stream, the start of its first launched activity
+    for one in work:
+        if one.launch is not None:
+            first.setdefault((one.device, one.track), one.start)
+    waits = (op.end for op in ops if "DeviceSynchronize" in op.name)
+    idle_since = min(waits, default=math.inf) if len({one.device for one in work}) == 1 else math.inf
+    return [one for one in unlaunched if one.start <= min(first.get((one.device, one.track), -math.inf), idle_since)]
+
+
 def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[list[tuple[int, int]], int]:
     """Return the intervals (ns) of captures by start, which may overlap, and their number.
 

@@ -33,7 +33,7 @@ from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
-from tracereader.trace.quality import clip, quality_of
+from tracereader.trace.quality import clip, earlier_work, quality_of
 from tracereader.trace.slices import (
     Frame,
     Memory,
@@ -237,7 +237,9 @@ def _built(
     marks.sort(key=_start)
     op_names = frozenset([op.name for op in ops])
     clipped = clip(work)
-    steps, outside = _steps(marks, roots, work)
+    earlier = set(map(id, earlier_work(ops, work)))
+    own = [one for one in work if id(one) not in earlier] if earlier and not marks else work
+    steps, outside = _steps(marks, roots, own)
     quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
     steps, outside = kept, _without(steps, kept, outside)
     devices = _devices(properties, work, "device" if taken else "GPU")
@@ -585,7 +587,7 @@ def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[St
     if not marks:
         everything = [*roots, *work]
         start, end = min(one.start for one in everything), max(one.end for one in everything)
-        return (Step("whole trace", start, end, tuple(roots), tuple(_from_its_start(work))),), ()
+        return (Step("whole trace", start, end, tuple(roots), tuple(work)),), ()
     starts, ends = [mark.start for mark in marks], [mark.end for mark in marks]
 
     def number(time: int) -> int | None:
@@ -616,12 +618,6 @@ def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[St
         for mark, inside, done in zip(marks, in_step, launched, strict=True)
     )
     return tuple(steps), tuple(outside)
-
-
-def _from_its_start(work: list[Work]) -> list[Work]:
-    """Return the work without that which was launched before the recording: it starts before all launched work."""
-    first = next((place for place, one in enumerate(work) if one.launch is not None), 0)
-    return work[first:]
 
 
 def _properties(found: object, used: set) -> dict[object, dict]:
