@@ -465,3 +465,26 @@ def test_replays_that_lost_some_records_are_told_from_complete_ones(written, cap
     said = shown(capsys, path)
     assert "launch calls have fewer GPU records than another launch of the same CUDA graph" in said
     assert "idle 2" not in said and "per step" not in said.split("GPU records are missing")[0]
+
+
+@pytest.mark.parametrize("waits_in", ["cudaMemcpyAsync", "cudaStreamSynchronize"])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_reading_a_value_of_earlier_work_is_no_time_of_the_step(written, waits_in, steps):
+    """The copy is queued behind the work from before the recording, and one of item()'s calls waits for it."""
+    loop, ids = Loop(), {"device": 0, "stream": 7}
+    for number in range(40):
+        loop.events.append(event("earlier", "kernel", 500 * number, 495, 7, correlation=90_000 + number, **ids))
+    late = waits_in != "cudaMemcpyAsync"
+    loop.events.append(event("cudaMemcpyAsync", "cuda_runtime", 1_000, 10 if late else 19_000, correlation=80_000))
+    if late:
+        loop.events.append(event("cudaStreamSynchronize", "cuda_runtime", 1_015, 18_984, correlation=80_001))
+    loop.events.append(event("Memcpy", "gpu_memcpy", 19_996, 1, 7, correlation=80_000, **ids))
+    loop.at = loop.gpu_free = 20_001
+    for number in range(steps):
+        loop.step(number, us=60)
+    mark = next(one for one in loop.events if one["name"] == "ProfilerStep#0")
+    mark["dur"], mark["ts"] = mark["dur"] + mark["ts"] - 1_000, 1_000
+    _, summary = measured(written(loop.events))
+    assert summary.recording.earlier_us == pytest.approx(18_990, abs=20)
+    assert summary.recorded_step_us < 20 * 60 + 100
+    assert "remove_sync" not in changes(written(loop.events)) or steps > 1
