@@ -355,3 +355,136 @@ def test_a_replay_that_is_off_by_up_to_15_percent_gives_uncertain_advice(written
         assert all(one.saves_us / one.step_us > abs(one.replayed - 1) for one in found), "the replay shows no less"
     refused = opportunities(trace, structs.replace(summary, recorded_step_us=summary.recorded_step_us / 1.2))
     assert (refused.reason, refused.off) == (Reason.NOT_REPRODUCED, pytest.approx(1.2, rel=0.02))
+
+
+def with_an_optimizer(every: int, count: int) -> Loop:
+    """Return a loop in which every so manyth step has 60 kernels more."""
+    loop = Loop()
+    for number in range(count):
+        loop.step(number, kernels=80 if number % every == every - 1 else 20)
+    return loop
+
+
+@pytest.mark.parametrize("count", [10, 20])
+def test_steps_of_two_kinds_may_launch_different_amounts_of_work(written, capsys, count):
+    """With gradient accumulation, each step with the optimizer is longer, and no work overlaps the next step's."""
+    loop = with_an_optimizer(5, count)
+    marks = [one for one in loop.events if "ProfilerStep" in one["name"]]
+    _, summary = measured(written(loop.events))
+    assert summary.recording.mixed.longer == count // 5
+    assert summary.recorded_step_us == pytest.approx(sum(one["dur"] for one in marks) / count, rel=0.01)
+    assert summary.chosen.launches == 20
+    assert "overlap" not in shown(capsys, written(loop.events))
+
+
+@pytest.mark.parametrize("every", [2, 5, 10])
+def test_a_pause_at_the_end_of_the_last_step_counts_as_those_of_other_steps(written, every):
+    loop = Loop()
+    for number in range(20):
+        loop.step(number)
+        if number % every == every - 1:
+            loop.events[-1]["dur"] += 50_000
+            loop.at += 50_000
+    _, summary = measured(written(loop.events))
+    assert summary.recording.mixed.longer == 20 // every
+    assert summary.recording.outlier is None
+
+
+def test_an_outlier_is_not_called_longer_than_another_step_that_is_as_long(written, capsys):
+    """If the CPU is far ahead, the second pause of the same length does not delay the GPU."""
+    loop = Loop()
+    for number in range(20):
+        begin, loop.at = loop.at, loop.at + (80_000 if number in (3, 14) else 0)
+        for _ in range(30):
+            loop.kernel(us=400)
+        loop.events.append(event(f"ProfilerStep#{number}", "user_annotation", begin, loop.at - begin))
+    loop.wait()
+    said = shown(capsys, written(loop.events))
+    assert "step #3 takes 80.2 ms on the CPU, where the median step takes 240.0 µs" in said
+    assert "all others" not in said
+
+
+@pytest.mark.parametrize("call", ["cudaDeviceSynchronize", "cudaEventSynchronize"])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_wait_for_recorded_earlier_work_is_no_cold_start_and_hides_no_saving(written, capsys, call, steps):
+    loop = Loop()
+    ids = {"device": 0, "stream": 7}
+    for number in range(40):
+        loop.events.append(event("earlier", "kernel", 500 * number, 495, 7, correlation=90_000 + number, **ids))
+    begin, loop.at, loop.gpu_free = 1_000, 20_000, 20_000
+    loop.events.append(event(call, "cuda_runtime", begin, 18_999, correlation=80_000))
+    for number in range(steps):
+        loop.step(number, us=60)
+    mark = next(one for one in loop.events if one["name"] == "ProfilerStep#0")
+    mark["dur"], mark["ts"] = mark["dur"] + mark["ts"] - begin, begin
+    path = written(loop.events)
+    trace, summary = measured(path)
+    assert not isinstance(opportunities(trace, summary), Refused)
+    assert summary.recorded_step_us < 20 * 60 + 100
+    said = shown(capsys, path)
+    assert "cold-start" not in said and "no launch call in the trace try" not in said
+
+
+def test_time_before_a_recordings_first_launched_activity_is_called_that(capsys):
+    said = shown(capsys, RECORDED / "graph_replays.json.gz")
+    assert "before its first GPU activity with a launch call" in said
+
+
+def test_steps_with_lost_copies_are_left_out(written, capsys):
+    loop = Loop()
+    for number in range(6):
+        loop.number += 1
+        loop.events.append(event("cudaMemcpyAsync", "cuda_runtime", loop.at, 5, correlation=loop.number))
+        start, loop.at = loop.at, loop.at + 6
+        if number:
+            ids = {"correlation": loop.number, "device": 0, "stream": 7}
+            loop.events.append(event("Memcpy", "gpu_memcpy", max(start + 5, loop.gpu_free), 1, 7, **ids))
+            loop.gpu_free = max(start + 5, loop.gpu_free) + 1
+        loop.step(number)
+        mark = loop.events[-1]
+        mark["dur"], mark["ts"] = mark["dur"] + mark["ts"] - start, start
+    path = written(loop.events)
+    assert read(path).quality.without_records == ("ProfilerStep#0",)
+    said = shown(capsys, path)
+    assert "which is on #1 to #5: 1 of the recording's 6 asynchronous copy calls has no GPU record" in said
+
+
+@pytest.mark.parametrize("kept", [0.99, 0.8])
+def test_replays_that_lost_some_records_are_told_from_complete_ones(written, capsys, kept):
+    events = raw("graph_replays")
+    replays = {one["args"]["correlation"] for one in events if one["name"] == "cudaGraphLaunch"}
+    numbers = iter(range(10**6))
+    left = [
+        one for one in events
+        if one["cat"] != "kernel" or one["args"]["correlation"] not in replays or next(numbers) * 0.618034 % 1 < kept
+    ]  # fmt: skip
+    assert len(left) < len(events)
+    path = written(left)
+    assert 0 < read(path).quality.partly_lost <= len(replays)
+    assert read(RECORDED / "graph_replays.json.gz").quality.partly_lost == 0
+    said = shown(capsys, path)
+    assert "launch calls have fewer GPU records than another launch of the same CUDA graph" in said
+    assert "idle 2" not in said and "per step" not in said.split("GPU records are missing")[0]
+
+
+@pytest.mark.parametrize("waits_in", ["cudaMemcpyAsync", "cudaStreamSynchronize"])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_reading_a_value_of_earlier_work_is_no_time_of_the_step(written, waits_in, steps):
+    """The copy is queued behind the work from before the recording, and one of item()'s calls waits for it."""
+    loop, ids = Loop(), {"device": 0, "stream": 7}
+    for number in range(40):
+        loop.events.append(event("earlier", "kernel", 500 * number, 495, 7, correlation=90_000 + number, **ids))
+    late = waits_in != "cudaMemcpyAsync"
+    loop.events.append(event("cudaMemcpyAsync", "cuda_runtime", 1_000, 10 if late else 19_000, correlation=80_000))
+    if late:
+        loop.events.append(event("cudaStreamSynchronize", "cuda_runtime", 1_015, 18_984, correlation=80_001))
+    loop.events.append(event("Memcpy", "gpu_memcpy", 19_996, 1, 7, correlation=80_000, **ids))
+    loop.at = loop.gpu_free = 20_001
+    for number in range(steps):
+        loop.step(number, us=60)
+    mark = next(one for one in loop.events if one["name"] == "ProfilerStep#0")
+    mark["dur"], mark["ts"] = mark["dur"] + mark["ts"] - 1_000, 1_000
+    _, summary = measured(written(loop.events))
+    assert summary.recording.earlier_us == pytest.approx(18_990, abs=20)
+    assert summary.recorded_step_us < 20 * 60 + 100
+    assert "remove_sync" not in changes(written(loop.events)) or steps > 1

@@ -127,6 +127,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
     after = "after the slow first step, " if summary.after_first else ""
+    which = "the busiest GPU" if summary.busy_by_device else "the GPU"
     if found in ("compute", "memory"):
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         # If kernels overlap, the sum of their times exceeds the GPU's busy time.
@@ -135,25 +136,23 @@ def waiting(summary: Summary) -> tuple[str, str]:
             f"{min(share, 1.0):.0%} of the busy time is in kernels that reach {reached(near):.0%} of the data sheet's "
             f"{ROOFS[found][0]}"
         )
-        return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof) + _untraced(summary)
+        return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof, which) + _untraced(summary)
     busy_in = _largest_family(gpu, summary.gpu_work)
-    return word, after + of_the_gpu(found, gpu, summary.steady_us, busy_in) + _untraced(summary)
+    return word, after + of_the_gpu(found, gpu, summary.steady_us, busy_in, which) + _untraced(summary)
 
 
-def of_the_gpu(found: str | None, gpu: GpuTime, us: float, busy_in: str = "") -> str:
+def of_the_gpu(found: str | None, gpu: GpuTime, us: float, busy_in: str = "", which: str = "the GPU") -> str:
     """Return a sentence with the GPU's times that decide the regime.
 
     found: the regime's name. us: the length of the window. busy_in: a clause on the busy time, for steps that neither
-    idle time nor communication limits; "" for the largest family.
+    idle time nor communication limits; "" for the largest family. which: how to name the GPU.
     """
     idle = gpu.idle_us / us if us else 0.0
-    if found == "turns":
-        return f"the busiest GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
-    if found in ("overhead", "gpu-side", None):
-        return f"the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
+    if found in ("overhead", "gpu-side", "turns", None):
+        return f"{which} is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
     if found == "communication":
         busy_in = f"{gpu.exposed_communication_us / gpu.busy_us:.0%} of the busy time is exposed communication"
-    seen = f"the GPU is busy {1 - idle:.0%} of the time, and {busy_in or _largest_family(gpu)}"
+    seen = f"{which} is busy {1 - idle:.0%} of the time, and {busy_in or _largest_family(gpu)}"
     if idle > SOME_IDLE:
         causes = idle_by_cause(gpu)
         seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"

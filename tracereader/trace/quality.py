@@ -422,26 +422,39 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
     first = min(launched, key=_start)
     own = {id(one) for one in step.work}
     before = [one for one in work if one.start < first.start and id(one) not in own]
-    waits = _first_waits(step)
     ended = max((one.start + one.dur for one in before), default=step.start)
+    waits = _first_waits(step, min(ended, first.start))
     # The GPU was busy with work that is not in the trace while a call waited for it, or after a launch had returned.
     delay = first.start - max(first.launch.end, ended, step.start)
     hidden = delay if delay > LEAST_NS and first.launch.start >= step.start else 0
     pending = max(0, max(one.start + one.dur for one in step.work) - step.end)
-    usual = sorted(sum(op.dur for op in _first_waits(one)) for one in steps[1:] if one.work)
-    ns = sum(op.end - max(op.start, step.start) for op in waits) - (usual[len(usual) // 2] if usual else 0)
+    # The steps after it wait for the work of the step before each.
+    usual = []
+    for previous, one in pairwise(steps):
+        if previous.work and one.work:
+            begun = one.work[0].start
+            behind = _first_waits(one, min(begun, max(work.start + work.dur for work in previous.work)))
+            usual.append(sum(min(op.end, begun) - max(op.start, one.start) for op in behind))
+    usual.sort()
+    ns = sum(min(op.end, first.start) - max(op.start, step.start) for op in waits) - (
+        usual[len(usual) // 2] if usual else 0
+    )
     ns += hidden - pending
     if ns < max(LEAST_NS, LEAST_SHARE * (step.end - step.start)):
         return None
-    until = first.start if hidden else max(ended, *(op.end for op in waits))
+    until = min(first.start, max(ended, *(op.end for op in waits))) if waits and not hidden else first.start
     return Earlier(until, ns, tuple(waits), bool(before) and ended > step.start)
 
 
-def _first_waits(step: Step) -> list[Op]:
-    """Return a step's calls that wait for the GPU before the step has launched anything."""
+def _first_waits(step: Step, ended: int = 0) -> list[Op]:
+    """Return a step's calls that wait for the GPU before the step has launched anything, or before earlier work ended.
+
+    The copy of a tensor to the CPU waits for earlier work, and so does the call after it. ended: when that was (ns).
+    """
     launch = min((one.launch.start for one in step.work if one.launch is not None), default=step.start)
     calls = step.named(WAITS.search)
-    return [op for op in calls if op.kind == "runtime" and not op.work and op.start < launch]
+    calls = [op for op in calls if op.kind == "runtime" and op.start < max(launch, ended)]
+    return [op for op in calls if not op.work or op.end > ended > op.start]
 
 
 def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int | None]:
