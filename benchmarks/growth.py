@@ -134,6 +134,17 @@ def optimizers(n: int) -> list[dict]:
     return events
 
 
+def nested_optimizers(n: int) -> list[dict]:
+    """Annotations of optimizers inside each other, of one name, of two, and each of its own."""
+    names = [f"Optimizer.step#{name}.step" for name in ("SGD", "AdamW")]
+    events = [step(0, 0, 9 * n)]
+    for k in range(n // 2):
+        name = f"Optimizer.step#O{k}.step" if k >= n // 4 else names[k > n // 8 and k % 2]
+        events += [op(name, 1 + k, 8 * n - 2 * k, "user_annotation")]
+        events += [op("aten::_foreach_add_", 2 * n + 2 * k, 1), *launched(k, "k", 2 * n + 2 * k + 0.1)]
+    return events
+
+
 def passes(n: int) -> list[dict]:
     """In a trace without steps; each forward and its backward launch five kernels, and a read of the loss follows."""
     events = []
@@ -257,6 +268,7 @@ KINDS = {
     "launches times overheads (--json)": overheads_in_a_step,
     "overheads in each wait (--json)": overheads_in_every_wait,
     "backward and optimizers": optimizers,
+    "optimizers in optimizers": nested_optimizers,
     "passes of forward and backward": passes,
     "masks made in a trace without steps": masks,
     "runs of equal products in one op": products_in_one_op,
