@@ -242,6 +242,12 @@ def nested_modules(n: int) -> list[dict]:
     return events
 
 
+def nested_labels(n: int) -> list[dict]:
+    events = [step(0, 0, 4 * n)]
+    events += [op(f"label {k}", 1 + k / 2, 4 * n - k - 2, "user_annotation") for k in range(n)]
+    return events + [one for k in range(n // 2) for one in launched(k, "k", 1 + n / 2 + k)]
+
+
 def overlapping_ops(n: int) -> list[dict]:
     events = [step(0, 0, 4 * n)]
     for k in range(n):
@@ -278,6 +284,7 @@ KINDS = {
     "threads at work at once": threads_at_once,
     "threads that pause": threads_twice,
     "modules in modules": nested_modules,
+    "annotations in annotations (--json)": nested_labels,
     "ops that overlap (--json)": overlapping_ops,
 }
 
