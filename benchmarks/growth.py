@@ -242,6 +242,18 @@ def nested_modules(n: int) -> list[dict]:
     return events
 
 
+def captures(n: int) -> list[dict]:
+    """Captures of one launch each, and as many replays that fit all of them."""
+    events = []
+    for k in range(1, n + 1):
+        begins, ends = (f"cudaStream{edge}Capture" for edge in ("Begin", "End"))
+        events += [op(begins, 10 * k, 0.5, "cuda_runtime"), op("aten::mm", 10 * k + 1, 5)]
+        events += [op("cudaLaunchKernel", 10 * k + 2, 1, "cuda_runtime"), op(ends, 10 * k + 7, 0.5, "cuda_runtime")]
+        events += [op("cudaGraphLaunch", 10 * k + 8, 0.3, "cuda_runtime", correlation=k)]
+        events += [op("k", 10 * k + 9, 0.3, "kernel", 7, correlation=k, device=0)]
+    return events
+
+
 def nested_labels(n: int) -> list[dict]:
     events = [step(0, 0, 4 * n)]
     events += [op(f"label {k}", 1 + k / 2, 4 * n - k - 2, "user_annotation") for k in range(n)]
@@ -284,6 +296,7 @@ KINDS = {
     "threads at work at once": threads_at_once,
     "threads that pause": threads_twice,
     "modules in modules": nested_modules,
+    "captures of equal graphs": captures,
     "annotations in annotations (--json)": nested_labels,
     "ops that overlap (--json)": overlapping_ops,
 }
