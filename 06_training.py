@@ -106,6 +106,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.harness import profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
+from common.memory import require_free
 
 VOCABULARY = 32_000
 LEARNING_RATE = 1e-3
@@ -166,6 +167,9 @@ class Samples(Dataset):
 
 
 def build(args):
+    # Each parameter has a gradient, and AdamW keeps two more numbers. FSDP spreads all this after the model is built.
+    copies = 1 if args.parallel == "fsdp" else 4 if args.optimizer == "adamw" else 2
+    require_free(args.device, copies * bytes_of_parameters(args))
     torch.manual_seed(args.seed)
     return (Decoder(args.layers, args.dim, args.seq, args.checkpoint, device=args.device, dtype=args.dtype),)
 
@@ -327,9 +331,12 @@ def predictions(args):
 
 
 def one_bucket(args):
+    return args.bucket_mb is not None and args.bucket_mb * 2**20 > bytes_of_parameters(args)
+
+
+def bytes_of_parameters(args):
     tokens, places, block = VOCABULARY * args.dim, args.seq * args.dim, 12 * args.dim**2
-    gradients = (2 * tokens + places + args.layers * block) * args.dtype.itemsize
-    return args.bucket_mb is not None and args.bucket_mb * 2**20 > gradients
+    return (2 * tokens + places + args.layers * block) * args.dtype.itemsize
 
 
 main = lesson(flags, build, profiled, predictions, processes)

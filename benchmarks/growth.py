@@ -134,6 +134,17 @@ def optimizers(n: int) -> list[dict]:
     return events
 
 
+def nested_optimizers(n: int) -> list[dict]:
+    """Annotations of optimizers inside each other, of one name, of two, and each of its own."""
+    names = [f"Optimizer.step#{name}.step" for name in ("SGD", "AdamW")]
+    events = [step(0, 0, 9 * n)]
+    for k in range(n // 2):
+        name = f"Optimizer.step#O{k}.step" if k >= n // 4 else names[k > n // 8 and k % 2]
+        events += [op(name, 1 + k, 8 * n - 2 * k, "user_annotation")]
+        events += [op("aten::_foreach_add_", 2 * n + 2 * k, 1), *launched(k, "k", 2 * n + 2 * k + 0.1)]
+    return events
+
+
 def passes(n: int) -> list[dict]:
     """In a trace without steps; each forward and its backward launch five kernels, and a read of the loss follows."""
     events = []
@@ -231,6 +242,24 @@ def nested_modules(n: int) -> list[dict]:
     return events
 
 
+def captures(n: int) -> list[dict]:
+    """Captures of one launch each, and as many replays that fit all of them."""
+    events = []
+    for k in range(1, n + 1):
+        begins, ends = (f"cudaStream{edge}Capture" for edge in ("Begin", "End"))
+        events += [op(begins, 10 * k, 0.5, "cuda_runtime"), op("aten::mm", 10 * k + 1, 5)]
+        events += [op("cudaLaunchKernel", 10 * k + 2, 1, "cuda_runtime"), op(ends, 10 * k + 7, 0.5, "cuda_runtime")]
+        events += [op("cudaGraphLaunch", 10 * k + 8, 0.3, "cuda_runtime", correlation=k)]
+        events += [op("k", 10 * k + 9, 0.3, "kernel", 7, correlation=k, device=0)]
+    return events
+
+
+def nested_labels(n: int) -> list[dict]:
+    events = [step(0, 0, 4 * n)]
+    events += [op(f"label {k}", 1 + k / 2, 4 * n - k - 2, "user_annotation") for k in range(n)]
+    return events + [one for k in range(n // 2) for one in launched(k, "k", 1 + n / 2 + k)]
+
+
 def overlapping_ops(n: int) -> list[dict]:
     events = [step(0, 0, 4 * n)]
     for k in range(n):
@@ -257,6 +286,7 @@ KINDS = {
     "launches times overheads (--json)": overheads_in_a_step,
     "overheads in each wait (--json)": overheads_in_every_wait,
     "backward and optimizers": optimizers,
+    "optimizers in optimizers": nested_optimizers,
     "passes of forward and backward": passes,
     "masks made in a trace without steps": masks,
     "runs of equal products in one op": products_in_one_op,
@@ -266,6 +296,8 @@ KINDS = {
     "threads at work at once": threads_at_once,
     "threads that pause": threads_twice,
     "modules in modules": nested_modules,
+    "captures of equal graphs": captures,
+    "annotations in annotations (--json)": nested_labels,
     "ops that overlap (--json)": overlapping_ops,
 }
 

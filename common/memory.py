@@ -39,13 +39,25 @@ def within_memory(device: torch.device) -> Iterator[None]:
         asked = ASKED_FOR.search(str(problem))
         if not asked and not isinstance(problem, MemoryError):
             raise
-        where = "this machine" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
         needed = _held_bytes(device) - before + int(float(asked[1]) * UNITS[asked[2].lower()]) if asked else 0
         if not free or needed <= free:
-            raise BadInput(f"{where} ran out of memory: make the shapes smaller") from None
-        raise BadInput(
-            f"these shapes need about {size(needed)} or more and {where} has {size(free)} free: make them smaller"
-        ) from None
+            raise BadInput(f"{_where(device)} ran out of memory: make the shapes smaller") from None
+        raise _too_large(device, needed, free) from None
+
+
+def require_free(device: torch.device, needed: int) -> None:
+    """Raise BadInput if a device has fewer bytes free than this, before anything is allocated."""
+    if (free := free_bytes(device)) is not None and needed > free:
+        raise _too_large(device, needed, free)
+
+
+def _too_large(device: torch.device, needed: int, free: int) -> BadInput:
+    has = f"{_where(device)} has {size(free)} free"
+    return BadInput(f"these shapes need about {size(needed)} or more and {has}: make them smaller")
+
+
+def _where(device: torch.device) -> str:
+    return "this machine" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
 
 
 def build_unfilled(build: Callable, args) -> None:

@@ -1,9 +1,11 @@
 """Each wrong input gives one clear line on stderr and exit status 2; no file is written or lost."""
 
+import dataclasses
 import errno
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -389,6 +391,22 @@ def test_no_more_memory_than_free_is_allocated():
     with pytest.raises(BadInput, match="make them smaller"), within_memory(cpu):
         torch.empty(free_bytes(cpu) + 2**28, dtype=torch.int8)
     torch.empty(2**20)
+
+
+@pytest.mark.parametrize(("words", "copies"), [((), 4), (("--optimizer", "sgd"), 2)])
+def test_training_that_does_not_fit_is_refused_before_its_model_is_built(monkeypatch, words, copies):
+    """A parameter has a gradient, and AdamW's two numbers. The model's own count of its parameters says how many."""
+    script = runpy.run_path(str(ROOT / "06_training.py"))
+    args = script["flags"](["--layers", "2", "--dim", "64", "--device", "cpu", *words])
+    args = dataclasses.replace(args, device=torch.device("cpu"), dtype=torch.float32)
+    (model,) = script["build"](args)
+    most = sum(one.numel() for one in model.parameters() if one.dim() > 1) * 4 * copies  # norms and biases are small
+    monkeypatch.setattr("common.memory.free_memory", lambda: most)
+    script["build"](args)
+    monkeypatch.setattr("common.memory.free_memory", lambda: most - 1)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it is built"))
+    with pytest.raises(BadInput, match=r"these shapes need about .* and this machine has .* free"):
+        script["build"](args)
 
 
 def test_other_errors_are_raised_unchanged():

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -641,6 +642,34 @@ def test_a_download_is_bounded_in_memory_and_has_no_name(server, tmp_path, monke
     assert peak < 20_000_000 and not files
 
 
+def listing(pages):
+    """Return a rule that sends so many parts of a list of files, each with a thousand names."""
+
+    def rule(handler, asked):
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/html")
+        handler.end_headers()
+        for page in range(pages):
+            handler.wfile.write("".join(f'<a href="rank{page}-{name}.json">' for name in range(1000)).encode())
+        return True
+
+    return rule
+
+
+def test_the_list_of_a_folder_is_bounded(server, capsys, monkeypatch):
+    server.rules["/many/"] = listing(pages=300)
+    said = refused(capsys, server.url("many/"))
+    assert "it names 300,000 traces, more than 20,000: name fewer with wildcards" in said
+    assert sum(server.asked.values()) == 1
+    monkeypatch.setattr(remote, "LISTING_BYTES", 1_000_000)
+    for name in ("endless/", "endless/*.json"):
+        server.rules["/endless/"] = listing(pages=10**9)
+        assert "its list of files has more than 1,000,000 bytes" in refused(capsys, server.url(name))
+    monkeypatch.setattr(remote, "LISTING_BYTES", 1 << 40)
+    monkeypatch.setattr(remote, "SILENT_S", 0.5)
+    assert "or takes over 0.5 seconds" in refused(capsys, server.url("endless/"))
+
+
 def half(begun, size, sent=500_000):
     """Return a rule that announces so many bytes, sends the first ones, signals this, and waits."""
 
@@ -883,6 +912,17 @@ def test_an_address_without_a_scheduler_is_refused(capsys, monkeypatch):
     ):
         said = refused(capsys, RANKS[0], "--cluster", address)
         assert said.startswith(f"read-trace: --cluster {address}: {says}")
+
+
+def test_a_scheduler_that_says_nothing_is_refused():
+    """The address accepts connections and never answers. The end of the wait ends the process, so it is another one."""
+    program = "from tracereader import cli, cluster; cluster.SILENT_S = 0.2; cli.main()"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        words = [sys.executable, "-c", program, RANKS[0], RANKS[1], "--cluster", address]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    told = f"-c: --cluster {address}: no Dask scheduler answers there\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 
 @pytest.mark.exhaustive

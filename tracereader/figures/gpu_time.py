@@ -4,6 +4,7 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter
 
@@ -428,6 +429,7 @@ def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
     return found
 
 
+@lru_cache(maxsize=10_000)  # asked for each gap
 def in_annotation(name: str, outside: str) -> str:
     """Return the name of the time outside all recorded ops and calls inside an annotation, by that outside it."""
     if name.startswith(LOADER):
@@ -442,7 +444,7 @@ def is_python(name: str) -> bool:
     return name.endswith(BETWEEN) and name != IN_BACKWARD
 
 
-# Time in ops that lie in as many others counts for the op at this depth. No program nests its ops as deep.
+# Time in ops or annotations inside as many others counts for the one at this depth. No program nests them as deep.
 DEEPEST = 200
 
 
@@ -455,7 +457,6 @@ def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, betw
     # The way down to the innermost open op is kept from gap to gap, because the next gap often begins in the same op.
     index, name, until = _open_at(ops, gaps[0][0]), outside, math.inf
     no_op = {outside}  # the names of time in which no op is open
-    annotated: dict[str, str] = {}
     above: list[tuple[Sequence[Op], int, str, float]] = []
     for at, end in gaps:
         while at < end:
@@ -476,13 +477,11 @@ def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, betw
                     elif name not in no_op:
                         inner = name
                     else:
-                        inner = annotated.get(op.name)
-                        if inner is None:
-                            inner = annotated[op.name] = in_annotation(op.name, outside)
-                            no_op.add(inner)
+                        inner = in_annotation(op.name, outside)
+                        no_op.add(inner)
                         if inner == outside:
                             inner = name
-                    if (op.children and len(above) < DEEPEST) or inner in no_op:
+                    if (op.children or inner in no_op) and len(above) < DEEPEST:
                         above.append((ops, index + 1, name, until))
                         ops, name, until = op.children, inner, ended if ended < until else until
                         index = _open_at(ops, at) if len(ops) > 8 else 0  # a few are passed faster one by one

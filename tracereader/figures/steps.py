@@ -26,6 +26,8 @@ GPU_STANDS_OUT = 1.3
 LONG_ENOUGH_US = 2.0
 # With recorded ops, a sixth or more of the launches lie in an op. Python launches the others itself.
 IN_OPS = 0.05
+# Annotations of optimizers, loaders and sharded models inside more than this many others are left out.
+MOST_NESTED = 10
 _start = attrgetter("start")
 # The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"
@@ -195,6 +197,22 @@ def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
         inside[id(op)] = True
         if not enclosed:
             found.append(op)
+    return found
+
+
+def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
+    """Return the annotations of a step whose names start so, without those inside one of the same name.
+
+    Those inside MOST_NESTED others are left out, too: no program has them, and looking through each takes long.
+    """
+    found, around = [], defaultdict(list)
+    for op in step.named(lambda name: name.startswith(starts)):
+        outer = around[op.track]
+        while outer and not outer[-1].start <= op.start < outer[-1].end:
+            outer.pop()
+        if op.kind == "label" and len(outer) < MOST_NESTED and all(one.name != op.name for one in outer):
+            found.append(op)
+            outer.append(op)
     return found
 
 

@@ -11,7 +11,7 @@ from tracereader.figures.autograd import backward_nodes, in_backward
 from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.figures.pace import on_its_thread
 from tracereader.figures.places import Place
-from tracereader.figures.steps import graph_spans, ids_inside, outermost_named
+from tracereader.figures.steps import graph_spans, ids_inside, labels, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
@@ -256,9 +256,8 @@ def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
 
 def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[OptimizerCost, ...]:
     slices: dict[str, list[Op]] = defaultdict(list)
-    for op in step.named(lambda name: name.startswith(OPTIMIZER)):
-        if op.kind == "label":
-            slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
+    for op in labels(step, OPTIMIZER):
+        slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
     found, idle_in = [], Lengths(idle or []) if slices else None
     for name, some in slices.items():
         closure, backward = _closure(some, step)
@@ -405,8 +404,7 @@ def _mean_loading(trace: Trace) -> Loading | None:
 
 
 def _loading(step: Step, idle: Intervals | None) -> Loading | None:
-    labels = [op for op in step.named(lambda name: name.startswith(LOADER)) if op.kind == "label"]
-    waits = union((op.start, min(op.end, step.end)) for op in labels)
+    waits = union((op.start, min(op.end, step.end)) for op in labels(step, LOADER))
     if not waits:
         return None
     us = sum(end - start for start, end in waits) / 1e3
@@ -436,10 +434,10 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         at = inside[-1].total if inside else at
     around = list(_around(step, peak.track, peak.time))
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
-    labels = _labels(around)
-    if not labels:  # on backward's own thread: the annotation open on the step's thread then
+    named = _labels(around)
+    if not named:  # on backward's own thread: the annotation open on the step's thread then
         main = next((root.track for root in step.roots if root.name == step.name), None)
-        labels = _labels(_around(step, main, peak.time))
+        named = _labels(_around(step, main, peak.time))
     ops = [op.name for op in around if op.kind == "op"]
     return MemoryCurve(
         on_gpu=on_gpu,
@@ -447,7 +445,7 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         peak_bytes=max(peak.total, before),
         end_bytes=during[-1].total,
         peak_at=(peak.time - step.start) / (step.end - step.start),
-        phase=labels[0] if labels else None,
+        phase=named[0] if named else None,
         module=modules[-1].name.removeprefix(MODULE) if modules else None,
         op=ops[-1] if ops else None,
         points=tuple(points),

@@ -10,13 +10,13 @@ from tracereader.figures.avoidable import CUDNN_ATTENTION, cloned_inputs, planni
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.pace import with_a_middle
-from tracereader.figures.steps import compilations
+from tracereader.figures.steps import compilations, labels
 from tracereader.figures.training import unused_nodes
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.device_words import CUDA, CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import moving_us
-from tracereader.findings.opportunity import Case, Change, Proposal, labels
+from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.findings.training import MANY_NODES
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace import Op, Step

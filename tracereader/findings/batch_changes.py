@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import repeated_names
+from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted
 from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, as_one_kernel_us, moving_us
-from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
+from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.findings.ops import EMPTY, SLICES
 from tracereader.replay import Graph, fused, with_durations, without_cpu_time
 from tracereader.trace import Op, Step

@@ -13,10 +13,11 @@ from tracereader.figures.gpu_time import python_in
 from tracereader.figures.gpu_work import launch_args
 from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.steps import labels
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, SELECTS, as_one_kernel_us
-from tracereader.findings.opportunity import Case, Change, Proposal, labels
+from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.findings.ops import NO_VALUES, is_of_a_library
 from tracereader.replay import (
     Graph,

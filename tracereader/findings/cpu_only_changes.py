@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.sizes import product
-from tracereader.figures.steps import self_us
+from tracereader.figures.steps import labels, self_us
 from tracereader.figures.unfused import on_the_cpu
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
@@ -17,7 +17,7 @@ from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import how_to_fuse
 from tracereader.findings.inference_changes import INFERENCE_CHANGES
-from tracereader.findings.opportunity import Case, Change, Proposal, labels
+from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, without_cpu_time
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER

@@ -21,6 +21,7 @@ from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.sizes import MATMULS
+from tracereader.figures.steps import labels
 from tracereader.figures.training import asking
 from tracereader.findings.batch_changes import ONE_CALL_US
 from tracereader.findings.cpu_changes import READ_A_VALUE, copied, waits_in
@@ -35,7 +36,7 @@ from tracereader.findings.gpu_changes import (
     has_rnns,
     includes_the_loss,
 )
-from tracereader.findings.opportunity import Case, Change, Proposal, labels
+from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations, without_ops, without_waits
 from tracereader.replay.changes import Run, launches_between_waits

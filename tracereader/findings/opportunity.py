@@ -17,7 +17,7 @@ from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
-from tracereader.figures.steps import ids_inside, ops_recorded
+from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
 from tracereader.replay import Graph, cpu_factor, fused, step_us_at, with_cpu_time, without_cpu_time
@@ -228,11 +228,6 @@ class Unprofiled(msgspec.Struct, frozen=True):
         """Return the step that needs this share of the recorded CPU time."""
         scale = graph.recorded_us / graph.replayed_us
         return cls(scale * step_us_at(graph, factor), factor, scale)
-
-
-def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
-    """Return the annotations of a step whose names start so."""
-    return [op for op in step.named(lambda name: name.startswith(starts)) if op.kind == "label"]
 
 
 class Case(msgspec.Struct, frozen=True, dict=True):

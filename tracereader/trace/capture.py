@@ -90,13 +90,17 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> Counter:
             if one.from_graph:
                 replays[id(one.launch)].append(one)
         fitting: dict[tuple, list] = defaultdict(list)  # the replays, by the captures that fit
+        known: dict[tuple, tuple[list, list]] = {}  # what fits, by size and kernels: replays are often alike
         for some in replays.values():
             if (ordered := _in_order(some)) is None:
                 untied["no_order"] += 1
                 continue
             executed = _executed_size(step, some[0].launch)
-            found = _of_size([fit for one in recordings for fit in _fits(one, ordered)], executed)
-            fitting[tuple(id(calls[0]) for _, calls in found)].append((ordered, found))
+            key = (executed, *((one.name, one.kind) for one in ordered))
+            if key not in known:
+                found = _of_size([fit for one in recordings for fit in _fits(one, ordered)], executed)
+                known[key] = found, fitting[tuple(id(calls[0]) for _, calls in found)]
+            known[key][1].append((ordered, known[key][0]))
         for same in fitting.values():
             candidates = same[0][1]
             if not candidates:

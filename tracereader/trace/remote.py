@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -28,6 +29,8 @@ REPEATED_BY_PACKAGE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 SILENT_S, CONNECT_S = 60, 15
 # A server that sends fewer bytes than this in SILENT_S seconds is given up: less than 1 kB a second.
 LEAST_BYTES = 60_000
+# The most bytes of an HTTP server's list of files, and the most traces of one URL: those of the largest jobs.
+LISTING_BYTES, MOST_TRACES = 1 << 26, 20_000
 # HTTP statuses from 400 to 499 after which another attempt may succeed.
 TEMPORARY = (408, 425, 429)
 # By a URL's protocol, the package that reads it and installs fsspec. fsspec knows more of them once it is installed.
@@ -127,6 +130,8 @@ def located(address: str) -> list[Path]:
         return [named(address)]
     if not found:
         raise OSError("no file there matches" if wildcards else NONE_IN_FOLDER)
+    if len(found) > MOST_TRACES:
+        raise OSError(f"it names {len(found):,} traces, more than {MOST_TRACES:,}: name fewer with wildcards")
     return [named(one) for one in found if not one.endswith("/")]
 
 
@@ -223,7 +228,8 @@ def _filesystem(address: str) -> tuple[object, str]:
 
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
             # An encoded URL stays as it is, because a signature may depend on it.
-            options = {"client_kwargs": {"timeout": timeout}, "encoded": "%" in address}
+            client = {"timeout": timeout, "response_class": _bounded(aiohttp.ClientResponse)}
+            options = {"client_kwargs": client, "encoded": "%" in address}
         return url_to_fs(address, **options)
     except ImportError as problem:
         package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
@@ -235,6 +241,23 @@ def _filesystem(address: str) -> tuple[object, str]:
         if protocol in known_implementations:
             raise
         raise _Refused(f"fsspec knows no protocol {protocol}://") from problem
+
+
+@cache
+def _bounded(response: type) -> type:
+    """Return the class of aiohttp's answers with a limit on the text of a list of files, which may have no end."""
+
+    async def text(answer: object, encoding: str | None = None, errors: str = "strict") -> str:
+        begun, read = time.monotonic(), bytearray()
+        async for chunk in answer.content.iter_any():
+            read += chunk
+            if len(read) > LISTING_BYTES or time.monotonic() - begun > SILENT_S:
+                raise _Refused(
+                    f"its list of files has more than {LISTING_BYTES:,} bytes or takes over {SILENT_S} seconds"
+                )
+        return read.decode(encoding or answer.charset or "utf-8", errors)
+
+    return type("Bounded", (response,), {"text": text})
 
 
 def _protocol(address: str) -> str:
