@@ -37,8 +37,10 @@ REFERENCE = ROOT / "traces" / "reference"
 TRAINING = REFERENCE / "nvidia-h200-x2" / "06_training"
 DECODING = REFERENCE / "nvidia-h200" / "05_llm"
 CHANGES = REFERENCE / "nvidia-h200" / "changes"
-# The replay of a recording of which a part does not count has a test in test_quality.py.
-RECORDED = [path for path in (ROOT / "tests" / "traces").rglob("*.json.gz") if path.parent.name != "quality"]
+# The replay of a recording of which a part does not count has a test in test_quality.py. A list of events is none.
+RECORDED = [
+    path for path in (ROOT / "tests" / "traces").rglob("*.json.gz") if path.parent.name not in ("quality", "event_list")
+]
 TRACES = sorted([*REFERENCE.rglob("*.json.gz"), *RECORDED])
 SOME = [
     TRAINING / "4x1024x1024x16_bf16_warm_eager_forloop.json.gz",

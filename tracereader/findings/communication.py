@@ -2,15 +2,15 @@
 
 from tracereader.figures import Summary
 from tracereader.figures.communication import Collectives
-from tracereader.findings.finding import duration, size
+from tracereader.findings.finding import size
 from tracereader.findings.opportunity import WORTH_SHOWING
 
 # Hidden communication is reported from this share of the step on.
 MUCH_HIDDEN = 0.05
 # From this exposed share of the step on, the first lines also have the bandwidth and what may be the reason.
 MUCH_EXPOSED = 0.15
-NAMED = 2  # kinds of collectives
-ALIKE = 0.1  # bandwidths that differ by less
+# A busy share from which on the share of the busy time is that of the step.
+MOSTLY_BUSY = 0.95
 
 
 def is_worth_saying(summary: Summary) -> bool:
@@ -28,17 +28,19 @@ def in_words(summary: Summary) -> list[str]:
     if not is_worth_saying(summary):
         return []
     found = summary.communication
-    by_communication = summary.waits_for == "communication"  # whose sentence has the share of the busy time
     told = [f"{found.exposed_share:.0%} of the step is exposed communication"]
-    if by_communication:
-        told = [f"That is {found.exposed_share:.0%} of the step"]
+    # The regime's sentence has the share of the busy time, which is most of such a step.
+    if summary.waits_for == "communication":
+        told = [f"Exposed communication is {found.exposed_share:.0%} of the step"] * (summary.busy_share < MOSTLY_BUSY)
     alone = found.is_one_of_many and found.exposed_share > WORTH_SHOWING
     if found.exposed_share < MUCH_EXPOSED:
-        if alone:
+        if alone and told:
             told[0] += "; the other ranks' traces show why (read-trace FOLDER/)"
         return told
-    if rates := _rates(found.collectives):
-        told.append(f"Bus bandwidth, at least: {', '.join(rates)}")
+    if rate := _rate(found.collectives):
+        late = ", or more if other ranks are late: read-trace FOLDER/ shows it" * alone
+        told.append(f"The network reaches {rate}{late}")
+        return told
     lacks = [
         what
         for what, field in (("sizes", "bytes"), ("groups", "size"))
@@ -52,14 +54,9 @@ def in_words(summary: Summary) -> list[str]:
     return told
 
 
-def _rates(collectives: tuple[Collectives, ...]) -> list[str]:
-    """Return the size, group, time and bandwidth of the longest kinds of collectives."""
-    rated = [one for one in collectives if one.bus_gb_s]
-    named = rated[:1]
-    for one in rated:  # a kind of about the same bandwidth tells nothing new
-        if one.kind != named[-1].kind and abs(one.bus_gb_s - named[-1].bus_gb_s) > ALIKE * named[-1].bus_gb_s:
-            named.append(one)
-    return [
-        f"{one.bus_gb_s:,.1f} GB/s ({one.kind} of {size(one.bytes)} over {one.size:,} ranks in {duration(one.us)})"
-        for one in named[:NAMED]
-    ]
+def _rate(collectives: tuple[Collectives, ...]) -> str:
+    """Return the size, the group and the bus bandwidth of the longest kind of collectives; the table has the others."""
+    one = next((one for one in collectives if one.bus_gb_s), None)
+    if one is None:
+        return ""
+    return f"{one.bus_gb_s:,.1f} GB/s ({one.kind} of {size(one.bytes)} over {one.size:,} ranks)"
