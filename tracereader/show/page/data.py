@@ -79,7 +79,7 @@ def _head(summary: Summary) -> dict:
         "device": ", ".join(dict.fromkeys(summary.source.devices)) or steps.without_activity(summary),
         "gpu": summary.has_gpu_work,
         "has_steps": summary.source.has_steps,
-        "step_us": summary.recorded_step_us,
+        "step_us": None if summary.recording.incomplete else summary.recorded_step_us,
         "unprofiled_us": summary.unprofiled_step_us,
         "cpu_us": summary.chosen.cpu_us,
         "gpu_us": summary.chosen.gpu_busy_us,
@@ -93,7 +93,8 @@ def _head(summary: Summary) -> dict:
         "why": ". ".join(one.removesuffix(".") for one in sentences if one),
         "facts": facts,
         "script": summary.source.facts.script or None,
-        "warnings": [*steps.of_recording(summary), *warnings.of(summary)],
+        "notes": steps.of_recording(summary),
+        "warnings": warnings.of(summary),
         "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
     }
 

@@ -13,6 +13,7 @@ from itertools import chain
 from operator import sub
 
 from tracereader.figures.gpu_time import busiest, parts_by_device
+from tracereader.figures.regime import waits_for_gpus
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import Op, Phase, Step, Trace, Work
@@ -308,10 +309,16 @@ def _stacked(slices: Sequence) -> list[tuple]:
 def _idle(trace: Trace, zero: int) -> dict | None:
     """Return the idle gaps of the busiest device in the figures' window, by cause: [start, length, …] in ns."""
     _, start, end = window(trace, typical(trace))
-    parts = busiest(parts_by_device(trace.work, start, end))
-    if parts is None:
+    waits = waits_for_gpus(trace) if len(trace.devices) > 1 else None
+    parts = busiest(parts_by_device(trace.work, start, end, waits))
+    if parts is None or trace.quality.incomplete:
         return None
-    causes = {"not_launched": parts.not_launched, "launched": parts.launched, "unknown": parts.unknown}
+    causes = {
+        "not_launched": parts.not_launched,
+        "launched": parts.launched,
+        "unknown": parts.unknown,
+        "elsewhere": parts.elsewhere,
+    }
     return {
         "device": str(parts.device),
         "start": start - zero,

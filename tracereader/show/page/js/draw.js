@@ -7,7 +7,7 @@ const LEAST_HIGH = 3, LOOKED_AT = 16; // pixels of such slices; the number of th
 const ARROWS_DRAWN = 400;
 const IDLE = [
   ["not_launched", "idle, waiting for CPU launches"], ["launched", "idle, next activity launched, not started"],
-  ["unknown", "idle, next activity's launch not in the trace"],
+  ["unknown", "idle, next activity's launch not in the trace"], ["elsewhere", "idle while another GPU works"],
 ];
 
 class Painter {

@@ -3,6 +3,7 @@
 const PART_COLORS = {
   compute: "var(--part-compute)", communication: "var(--family-communication)", copy: "var(--family-copy)",
   not_launched: "var(--idle-not-launched)", launched: "var(--idle-launched)", unknown: "var(--idle-unknown)",
+  elsewhere: "var(--idle-elsewhere)",
 };
 
 function overview(data) {
@@ -16,9 +17,10 @@ function overview(data) {
       head.script && el("p", {class: "told"}, `Recorded by ${head.script}.`),
       head.left_out.length > 0 && el("p", {class: "told"},
         `Step ${head.left_out.join(", ")} is left out of every figure over all steps, because it takes far longer than the others.`),
+      head.notes.map(one => el("p", {class: "told"}, el("b", {}, "Note: "), one)),
       head.warnings.map(one => el("p", {class: "warning"}, el("b", {}, "Warning: "), one))),
     el("dl", {class: "figures"},
-      figure("step", time(head.step_us), "step_us", head.step_us),
+      head.step_us !== null && figure("step", time(head.step_us), "step_us", head.step_us),
       head.unprofiled_us !== null && figure("without the profiler", time(head.unprofiled_us), "unprofiled_us", head.unprofiled_us),
       head.gpu && figure("GPU busy per step", time(head.gpu_us), "gpu_us", head.gpu_us),
       figure("CPU per step", time(head.cpu_us), "cpu_us", head.cpu_us),
