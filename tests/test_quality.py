@@ -164,6 +164,18 @@ def test_an_activity_that_ends_after_a_later_one_of_its_stream_ends_when_the_nex
     assert "recorded as ending after a later one" in shown(capsys, path)
 
 
+def test_a_streams_last_activity_ends_before_the_device_has_been_waited_for(written):
+    loop = Loop()
+    loop.step(0)
+    events = [one | {"name": "cudaDeviceSynchronize"} if "Synchronize" in one["name"] else one for one in loop.events]
+    last = max((one for one in events if one["cat"] == "kernel"), key=lambda one: one["ts"])
+    (wait,) = [one for one in events if one["name"] == "cudaDeviceSynchronize"]
+    overflowed = [one | {"dur": 10**6} if one is last else one for one in events]
+    trace = read(written(overflowed))
+    assert trace.quality.clipped == 1
+    assert max(one.end for one in trace.work) == pytest.approx((wait["ts"] + wait["dur"] - trace.zero_us) * 1e3, abs=1)
+
+
 def test_overlapping_activities_that_end_in_order_stay_as_they_are(written):
     """Programmatic dependent launch starts a kernel before the one before it has ended."""
     loop = Loop()

@@ -339,8 +339,8 @@ def of_recording(summary: Summary) -> list[str]:
         several = found.clipped > 1
         said.append(
             f"{activities(found.clipped)} {'were' if several else 'was'} recorded as ending after a later one of the "
-            f"same stream, which cannot be: here {'they end' if several else 'it ends'} when the next one starts, "
-            f"{duration(found.clipped_us)} earlier{' in sum' * several}"
+            f"same stream, or after a wait for the GPU, which cannot be: {'they are' if several else 'it is'} cut off "
+            f"there, by {duration(found.clipped_us)}{' in sum' * several}"
         )
     if found.earlier_us:
         said.append(

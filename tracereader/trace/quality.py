@@ -64,19 +64,28 @@ ENOUGH_STEPS = 5
 _start = attrgetter("start")
 
 
-def clip(work: Sequence[Work]) -> tuple[int, int]:
+def clip(work: Sequence[Work], ops: Iterable[Op]) -> tuple[int, int]:
     """End each activity that ends after a later one of its stream when the next one starts: activities, and ns.
 
-    A stream runs its activities in order, so such a duration is wrong: ROCm has recorded some that overflowed. Those of
-    CUDA graphs are left as they are, because a graph's branches may share a stream's number. work: by start.
+    A stream runs its activities in order, so such a duration is wrong: ROCm has recorded some that overflowed. A
+    stream's last activity ends when a call that waited for the whole GPU has returned. Those of CUDA graphs are left as
+    they are, because a graph's branches may share a stream's number. work: by start.
     """
+    # With several GPUs, the trace does not tell which of them a call waited for.
+    alone = len({one.device for one in work}) == 1
+    waits = sorted((op.start, op.start + op.dur) for op in ops if alone and "DeviceSynchronize" in op.name)
     streams: dict[tuple, list[Work]] = defaultdict(list)
     for one in work:
         if not one.from_graph:
             streams[one.device, one.track].append(one)
     found = taken = 0
     for some in streams.values():
+        last = some[-1]
+        place = bisect.bisect_right(waits, (last.launch.start if last.launch is not None else math.inf, math.inf))
         least, following = math.inf, None
+        if place < len(waits) and last.start < waits[place][1] < last.start + last.dur - IN_ORDER_NS:
+            found, taken = found + 1, taken + last.start + last.dur - waits[place][1]
+            last.dur = waits[place][1] - last.start
         for one in reversed(some):
             end = one.start + one.dur
             if end > least + IN_ORDER_NS:

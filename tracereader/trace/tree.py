@@ -236,7 +236,7 @@ def _built(
     properties = _properties(document.device_properties, {one.device for one in work})
     marks.sort(key=_start)
     op_names = frozenset([op.name for op in ops])
-    clipped = clip(work)
+    clipped = clip(work, ops)
     earlier = set(map(id, earlier_work(ops, work)))
     own = [one for one in work if id(one) not in earlier] if earlier and not marks else work
     steps, outside = _steps(marks, roots, own)
