@@ -298,7 +298,7 @@ def test_many_values_are_told_to_be_read_at_once(tmp_path, left, at_once):
             for op in ops_of(events, mark, "aten::item")[left:]:
                 for e in events:
                     if e.get("cat") in ("cpu_op", "cuda_runtime") and op["ts"] <= e["ts"] < end(op):
-                        e["name"] = "aten::other" if e["cat"] == "cpu_op" else "cudaMemcpyAsync"
+                        e["name"] = "aten::other" if e["cat"] == "cpu_op" else "cudaEventRecord"
 
     file = edited(file_of("norms/one_by_one"), tmp_path, of_fewer_reads)
     one = cpu_changes.remove_sync(case_of(file))

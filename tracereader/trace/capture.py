@@ -136,9 +136,10 @@ def _recordings(trace: Trace) -> Iterator[_Recording]:
         return
     recorded = [call for call in calls if not call.work]
     starts = [call.start for call in recorded]
+    several = len({track for track, _, _ in spans}) > 1  # threads; the captures of one do not overlap
     for track, start, end in spans:
         inside = recorded[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
-        if any(other != track and begin < end and start < stop for other, begin, stop in spans):
+        if several and any(other != track and begin < end and start < stop for other, begin, stop in spans):
             inside = [call for call in inside if call.track == track]
         yield _recording(trace, inside)
 
