@@ -116,7 +116,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     if found == "incomplete":
         again = "record fewer steps, and call torch.cuda.synchronize() before the profiler stops"
         if summary.source.leaves_gpu_out:
-            return word, f"{without_records(summary.recording)}; prof.export_chrome_trace() writes a file with them"
+            return word, f"{without_records(summary.recording)}; a file that prof.export_chrome_trace() writes has them"
         return word, (
             f"{without_records(summary.recording)}, so the trace shows neither when the GPU was idle nor how long a "
             f"step takes; {again}"
@@ -353,10 +353,9 @@ def of_recording(summary: Summary) -> list[str]:
     around = found.before_us + found.after_us
     if around > MUCH_OUTSIDE * summary.recorded_step_us:
         launched = " with a launch call" * found.earlier_work
-        said.append(
-            f"the recording has {duration(found.before_us)} before its first GPU activity{launched} and "
-            f"{duration(found.after_us)} after its last one, which do not count as idle time"
-        )
+        parts = [f"{duration(found.before_us)} before its first GPU activity{launched}"] * (found.before_us > 0)
+        parts += [f"{duration(found.after_us)} after its last one"] * (found.after_us > 0)
+        said.append(f"the recording has {' and '.join(parts)}; idle time counts between the two")
     if found.mixed is not None:
         longer, count = found.mixed.longer, len(summary.steps)
         others, one = duration(found.mixed.others_us), duration(found.mixed.longer_us)
