@@ -19,12 +19,12 @@ from tracereader import cli, expect
 from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.gpu_time import parts_by_device
-from tracereader.figures.intervals import Lengths, length_between
 from tracereader.figures.occupancy import occupancy
 from tracereader.figures.steps import outermost_named
 from tracereader.findings import cheatsheet, differences, steps
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import Op, Work, families, outermost, read
+from tracereader.trace.intervals import Lengths, length_between
 from tracereader.trace.labels import is_phase
 from tracereader.trace.types import Inputs
 

@@ -7,10 +7,10 @@ from functools import wraps
 from itertools import pairwise
 from typing import TypeVar
 
-from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import Op, Step, Trace
+from tracereader.trace.intervals import Intervals, Lengths, length, minus, union
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"

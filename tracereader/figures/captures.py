@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tracereader.figures.intervals import Lengths, length, union
 from tracereader.trace import Op
 from tracereader.trace.capture import is_launch
+from tracereader.trace.intervals import Lengths, length
 from tracereader.trace.quality import CAPTURE_EDGE, capture_stretches
 
 
@@ -27,7 +27,6 @@ def captures(roots: Sequence[Op], names: Iterable[str]) -> Captures | None:
     if not edges:
         return None
     stretches, graphs = capture_stretches(edges, min(op.start for op in ops), max(op.end for op in ops))
-    stretches = union(stretches)
     inside = Lengths(stretches)
     # A launch meanwhile on a stream that is not captured has GPU work in the trace.
     launches = sum(is_launch(op) and not op.work and inside.between(op.start, op.start + 1) > 0 for op in ops)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import msgspec
 
 from tracereader.figures.gpu_time import GpuTime, Parts, busiest
-from tracereader.figures.intervals import Lengths, length
 from tracereader.figures.rank import Calls, cpu_parts, described_on_cpu, described_on_gpu
 from tracereader.figures.ranks import BUS_FACTOR
 from tracereader.trace import Rank, Step, Trace
+from tracereader.trace.intervals import Lengths, length
 from tracereader.trace.labels import collective_on_cpu
 
 

@@ -6,11 +6,11 @@ import msgspec
 
 from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.hardware import roof_met
-from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.moved import INPUTS
 from tracereader.figures.sizes import MATMULS, Product, sizes_of_op
 from tracereader.trace import Op, Step, Trace, outermost
 from tracereader.trace.facts import Roofs, RunFacts
+from tracereader.trace.intervals import clipped, length, union
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
 from tracereader.trace.types import dtype_of
 

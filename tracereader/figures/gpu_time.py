@@ -10,10 +10,10 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, both, joined, length, length_between, minus, union
 from tracereader.figures.steps import graph_spans, ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, length_between, minus, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
 
 BETWEEN = ", between ops"

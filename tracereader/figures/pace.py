@@ -7,8 +7,8 @@ from operator import attrgetter
 from statistics import median
 from typing import TypeVar
 
-from tracereader.figures.intervals import Intervals, length, length_between, union
 from tracereader.trace import Step, Trace, Work
+from tracereader.trace.intervals import Intervals, length, length_between, union
 from tracereader.trace.quality import usual_amount
 
 # A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long

@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tracereader.figures.gpu_time import Parts, busiest, is_communication, launched_by, parts_by_device
-from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.figures.pace import PAUSE_US, window
 from tracereader.figures.places import phases
 from tracereader.figures.regime import Regime, regime_of
 from tracereader.figures.steps import launches, typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
+from tracereader.trace.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import Inputs, dtype_of
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, both, length, minus, union
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, summed
 from tracereader.figures.regime import Regime
+from tracereader.trace.intervals import Intervals, Lengths, both, length, minus, union
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
 BUS_FACTOR = {

@@ -4,9 +4,9 @@ from collections import Counter
 
 import msgspec
 
-from tracereader.figures.intervals import length
 from tracereader.figures.pace import cold_spans
 from tracereader.trace import Step, Trace
+from tracereader.trace.intervals import length
 
 
 class TwoKinds(msgspec.Struct, frozen=True):

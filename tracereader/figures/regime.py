@@ -10,10 +10,10 @@ import msgspec
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
 from tracereader.figures.gpu_work import GpuWork, nearest_roofs
-from tracereader.figures.intervals import Intervals, length, minus, union
 from tracereader.figures.pace import cold_spans, on_busiest_stream, window
 from tracereader.figures.steps import launches, spanned, stands_out
 from tracereader.trace import Step, Trace
+from tracereader.trace.intervals import Intervals, length, minus, union
 
 # Idle share of the time from step to step. On the H200 it is 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
 # decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.

@@ -6,8 +6,8 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
-from tracereader.figures.intervals import Lengths
 from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.intervals import Lengths
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, joined, length, union
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace.intervals import Intervals, Lengths, joined, length, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 from tracereader.trace.quality import LAUNCH, usual_amount
 

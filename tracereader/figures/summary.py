@@ -36,7 +36,6 @@ from tracereader.figures.gpu_time import (
 )
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
-from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import lanes_us, window
 from tracereader.figures.places import Place, by_label, by_module
@@ -49,6 +48,7 @@ from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, ty
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Step, Trace
+from tracereader.trace.intervals import clipped, length, union
 
 
 class Places(msgspec.Struct, frozen=True):

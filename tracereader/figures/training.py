@@ -8,13 +8,13 @@ from operator import attrgetter, itemgetter
 import msgspec
 
 from tracereader.figures.autograd import backward_nodes, in_backward
-from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.figures.pace import on_its_thread
 from tracereader.figures.places import Place
 from tracereader.figures.steps import graph_spans, ids_inside, labels, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
+from tracereader.trace.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, SPARSE_GRADIENT, is_phase
 
 # Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.gpu_work import launch_args
-from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.steps import labels
 from tracereader.figures.training import asking
@@ -31,6 +30,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.intervals import clipped, length, length_between, union
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, is_phase
 
 # CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one

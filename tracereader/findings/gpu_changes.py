@@ -13,7 +13,6 @@ from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
-from tracereader.figures.intervals import minus, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SOFTMAX
@@ -33,6 +32,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.intervals import minus, union
 from tracereader.trace.kernel_names import short
 from tracereader.trace.labels import (
     ACCUMULATES,

@@ -18,7 +18,6 @@ from tracereader.figures.autograd import (
 )
 from tracereader.figures.avoidable import COPYING
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
-from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.sizes import MATMULS
 from tracereader.figures.steps import labels
@@ -42,6 +41,7 @@ from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_
 from tracereader.replay.changes import Run, launches_between_waits
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
+from tracereader.trace.intervals import Lengths
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS, REGION
 
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits

@@ -7,12 +7,12 @@ from itertools import chain, takewhile
 from operator import attrgetter
 
 from tracereader.figures.gpu_time import is_communication
-from tracereader.figures.intervals import Lengths, union
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import (
     ALL_REDUCE,
     AUTOGRAD,

@@ -15,7 +15,6 @@ from tracereader import progress
 from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.hardware import common_peaks
-from tracereader.figures.intervals import Lengths, union
 from tracereader.figures.rank import is_collective
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings.finding import duration, size
@@ -49,6 +48,7 @@ from tracereader.findings.ranks import (
 from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_cpu_speed, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
 from tracereader.trace.families import says
+from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, OLDER_FSDP, SHARDING
 from tracereader.trace.types import dtype_of
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from tracereader.figures.intervals import Intervals, Lengths, minus, union
 from tracereader.replay.graph import NOBODY, Graph, waits_of
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.intervals import Intervals, Lengths, minus, union
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 Run = list[tuple[Op, list[Work]]]  # ops in the order of their starts, each with the work that it launches

@@ -51,10 +51,10 @@ from statistics import median_low
 import msgspec
 from msgspec.structs import replace
 
-from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
+from tracereader.trace.intervals import Intervals
 
 # Defaults for traces with fewer than ENOUGH measurements: the launch latency on an idle GPU, and the gap between two
 # activities of a stream. H200 traces show 6.0 to 10 µs and 1.0 to 1.6 µs.

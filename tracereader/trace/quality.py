@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
+from tracereader.trace.intervals import Intervals, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
 
@@ -39,6 +40,8 @@ STARTS = re.compile(r"GetDevice(?:Properties|Count)|GetStreamPriorityRange|SetDe
 MAY_LOAD = re.compile(r"Launch|Func|Occupancy|KernelGet")
 ALLOCATES = re.compile(r"^(?:cuda|hip)(?:Malloc|HostAlloc|MallocHost|HostMalloc)(?:Async)?$")
 FREES = re.compile(r"^(?:cuda|hip)Free(?:Host)?$")
+# In the names of the calls that wait until the whole GPU has done its work.
+WAITS_FOR_THE_DEVICE = "DeviceSynchronize"
 WAITS = re.compile(r"Synchronize|Memcpy|EventQuery|StreamQuery")
 # Inductor's CUDA graph trees record a graph in this annotation.
 RECORDS_A_GRAPH, INSTANTIATES = "CUDAGraphNode.record", "GraphInstantiate"
@@ -64,16 +67,16 @@ ENOUGH_STEPS = 5
 _start = attrgetter("start")
 
 
-def clip(work: Sequence[Work], ops: Iterable[Op]) -> tuple[int, int]:
+def clip(work: Sequence[Work], device_waits: Iterable[Op]) -> tuple[int, int]:
     """End each activity that ends after a later one of its stream when the next one starts: activities, and ns.
 
     A stream runs its activities in order, so such a duration is wrong: ROCm has recorded some that overflowed. A
     stream's last activity ends when a call that waited for the whole GPU has returned. Those of CUDA graphs are left as
-    they are, because a graph's branches may share a stream's number. work: by start.
+    they are, because a graph's branches may share a stream's number. work: by start. device_waits: those calls.
     """
     # With several GPUs, the trace does not tell which of them a call waited for.
     alone = len({one.device for one in work}) == 1
-    waits = sorted((op.start, op.start + op.dur) for op in ops if alone and "DeviceSynchronize" in op.name)
+    waits = sorted((op.start, op.start + op.dur) for op in device_waits) if alone else []
     streams: dict[tuple, list[Work]] = defaultdict(list)
     for one in work:
         if not one.from_graph:
@@ -96,11 +99,11 @@ def clip(work: Sequence[Work], ops: Iterable[Op]) -> tuple[int, int]:
     return found, taken
 
 
-def earlier_work(ops: Iterable[Op], work: Sequence[Work]) -> list[Work]:
+def earlier_work(device_waits: Iterable[Op], work: Sequence[Work]) -> list[Work]:
     """Return the GPU work that was launched before the recording: it has no launch, and its stream's launches follow.
 
     That work has ended when a recorded call has waited for the whole GPU. With several GPUs, the trace does not tell
-    which of them a call waited for. work: by start.
+    which of them a call waited for. work: by start. device_waits: those calls.
     """
     unlaunched = [one for one in work if one.launch is None]
     if not unlaunched or len(unlaunched) == len(work):
@@ -109,13 +112,13 @@ def earlier_work(ops: Iterable[Op], work: Sequence[Work]) -> list[Work]:
     for one in work:
         if one.launch is not None:
             first.setdefault((one.device, one.track), one.start)
-    waits = (op.end for op in ops if "DeviceSynchronize" in op.name)
-    idle_since = min(waits, default=math.inf) if len({one.device for one in work}) == 1 else math.inf
+    ends = (op.end for op in device_waits)
+    idle_since = min(ends, default=math.inf) if len({one.device for one in work}) == 1 else math.inf
     return [one for one in unlaunched if one.start <= min(first.get((one.device, one.track), -math.inf), idle_since)]
 
 
-def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the intervals (ns) of captures by start, which may overlap, and their number.
+def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[Intervals, int]:
+    """Return the merged intervals (ns) of captures, and the number of captures.
 
     edges: the calls that begin and end captures. first, last: where a capture that was cut off begins or ends.
     """
@@ -127,7 +130,7 @@ def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[list[
         else:
             found.append((begun.pop(op.track, first), op.end))
     found += [(start, last) for start in begun.values()]
-    return sorted(found), len(found)
+    return union(found), len(found)
 
 
 def quality_of(
@@ -152,7 +155,6 @@ def quality_of(
     captures = []
     if edges:
         captures, _ = capture_stretches(edges, min(map(_start, ops)), max(op.end for op in ops))
-        captures = _merged(captures)
     calls, lost = _lost(names, captures)
     partly = _partly_lost((op for name, some in names.items() if REPLAY.search(name) for op in some if op.work), steps)
     kept, all_lost = _kept(steps, [*lost, *partly])
@@ -162,7 +164,7 @@ def quality_of(
         lost=sum(number for name, number in by_name.items() if LAUNCH.match(name)),
         lost_calls={name: (number, calls[name]) for name, number in by_name.most_common()},
         partly_lost=len(partly),
-        without_records=tuple(step.name for step in steps if step not in kept) if len(kept) < len(steps) else (),
+        without_records=tuple(step.name for step in steps_left_out(steps, kept)),
         incomplete=all_lost,
         clipped=clipped[0],
         clipped_ns=clipped[1],
@@ -241,15 +243,10 @@ def _kept(steps: tuple[Step, ...], lost: Sequence[Op]) -> tuple[tuple[Step, ...]
     return tuple(runs[working.index(max(working))]), False
 
 
-def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of intervals that are in the order of their starts."""
-    found: list[tuple[int, int]] = []
-    for start, end in intervals:
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
+def steps_left_out(steps: Sequence[Step], kept: Sequence[Step]) -> Iterable[Step]:
+    """Yield the steps that are not among those that are kept."""
+    known = set(map(id, kept))
+    return (step for step in steps if id(step) not in known)
 
 
 def _inside(intervals: Sequence[tuple[int, int]], time: int) -> bool:
@@ -280,8 +277,8 @@ def _cold(
             add((op for op in some if op.dur >= SLOW_NS), "starting CUDA")
         elif name == RECORDS_A_GRAPH or INSTANTIATES in name:
             add(some, "capturing CUDA graphs")
-        elif name.endswith(COMPILING):
-            add(_first_compilations(some, steps), "compilation")
+    phases = [op for name, some in names.items() if name.endswith(COMPILING) for op in some]
+    add(_first_compilations(phases, steps) if phases else (), "compilation")
     track = edges[0].track if edges else ()
     found += [Cold(track, start, end, "capturing CUDA graphs") for start, end in captures]
     add(_loading_calls(names, overheads), "loading code")
@@ -312,7 +309,7 @@ def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
             yield one
 
 
-def _first_compilations(some: Sequence[Op], steps: Sequence[Step]) -> list[Op]:
+def _first_compilations(phases: Sequence[Op], steps: Sequence[Step]) -> list[Op]:
     """Return torch.compile's phases in a step that compiles frames for the first time, and none of them again."""
     cold = []
     for step in steps:
@@ -320,7 +317,7 @@ def _first_compilations(some: Sequence[Op], steps: Sequence[Step]) -> list[Op]:
         again = any(not one[1].endswith("/0") for one in ids)
         if not again and (ids or step is steps[0]):
             cold.append((step.start, step.end))
-    return [op for op in some if _inside(cold, op.start)]
+    return [op for op in phases if _inside(cold, op.start)]
 
 
 def _span(spans: Sequence[tuple[int, int]], time: int) -> tuple[int, int] | None:
@@ -437,6 +434,9 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
     delay = first.start - max(first.launch.end, ended, step.start)
     hidden = delay if delay > LEAST_NS and first.launch.start >= step.start else 0
     pending = max(0, max(one.start + one.dur for one in step.work) - step.end)
+    ns = sum(min(op.end, first.start) - max(op.start, step.start) for op in waits) + hidden - pending
+    if ns < (least := max(LEAST_NS, LEAST_SHARE * (step.end - step.start))):
+        return None
     # The steps after it wait for the work of the step before each.
     usual = []
     for previous, one in pairwise(steps):
@@ -444,18 +444,14 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
             begun = one.work[0].start
             behind = _first_waits(one, min(begun, max(work.start + work.dur for work in previous.work)))
             usual.append(sum(min(op.end, begun) - max(op.start, one.start) for op in behind))
-    usual.sort()
-    ns = sum(min(op.end, first.start) - max(op.start, step.start) for op in waits) - (
-        usual[len(usual) // 2] if usual else 0
-    )
-    ns += hidden - pending
-    if ns < max(LEAST_NS, LEAST_SHARE * (step.end - step.start)):
+    ns -= sorted(usual)[len(usual) // 2] if usual else 0
+    if ns < least:
         return None
     until = min(first.start, max(ended, *(op.end for op in waits))) if waits and not hidden else first.start
     return Earlier(until, ns, tuple(waits), bool(before) and ended > step.start)
 
 
-def _first_waits(step: Step, ended: int = 0) -> list[Op]:
+def _first_waits(step: Step, ended: int) -> list[Op]:
     """Return a step's calls that wait for the GPU before the step has launched anything, or before earlier work ended.
 
     The copy of a tensor to the CPU waits for earlier work, and so does the call after it. ended: when that was (ns).

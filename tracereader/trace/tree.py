@@ -33,7 +33,7 @@ from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
-from tracereader.trace.quality import clip, earlier_work, quality_of
+from tracereader.trace.quality import WAITS_FOR_THE_DEVICE, clip, earlier_work, quality_of, steps_left_out
 from tracereader.trace.slices import (
     Frame,
     Memory,
@@ -236,9 +236,11 @@ def _built(
     properties = _properties(document.device_properties, {one.device for one in work})
     marks.sort(key=_start)
     op_names = frozenset([op.name for op in ops])
-    clipped = clip(work, ops)
-    earlier = set(map(id, earlier_work(ops, work)))
-    own = [one for one in work if id(one) not in earlier] if earlier and not marks else work
+    wait_names = {name for name in op_names if WAITS_FOR_THE_DEVICE in name}
+    device_waits = [op for op in ops if op.name in wait_names] if wait_names else []
+    clipped = clip(work, device_waits)
+    earlier = set() if marks else set(map(id, earlier_work(device_waits, work)))
+    own = [one for one in work if id(one) not in earlier] if earlier else work
     steps, outside = _steps(marks, roots, own)
     quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
     steps, outside = kept, _without(steps, kept, outside)
@@ -297,8 +299,8 @@ def _without(steps: tuple[Step, ...], kept: tuple[Step, ...], outside: tuple[Op,
     """Return what lies outside the steps that are kept: what lay outside all of them, and the slices of the others."""
     if len(kept) == len(steps):
         return outside
-    left_out = (op for step in steps if step not in kept for op in step.roots)
-    return tuple(sorted([*outside, *left_out], key=_start))
+    others = (op for step in steps_left_out(steps, kept) for op in step.roots)
+    return tuple(sorted([*outside, *others], key=_start))
 
 
 def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], Counter, Counter]:
