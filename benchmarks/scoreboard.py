@@ -24,9 +24,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "benchmarks")]
 import opportunities as docs  # noqa: E402
 from pairs.record import step_us  # noqa: E402
 
+from tracereader.changes import ranks as rank_changes  # noqa: E402
+from tracereader.changes.catalogue import checked, opportunities  # noqa: E402
 from tracereader.figures import summarize  # noqa: E402
-from tracereader.findings import made, rank_changes  # noqa: E402
-from tracereader.findings.opportunities import opportunities  # noqa: E402
 from tracereader.replay import Refused  # noqa: E402
 from tracereader.show.ranks import opened  # noqa: E402
 from tracereader.show.view import View  # noqa: E402
@@ -162,7 +162,7 @@ def fitted() -> list[Pair]:
     of_one = defaultdict(list)
     for before, after in docs.PAIRS + docs.CPU_ONLY_PAIRS:
         (side, proposed), (now, _) = docs._run(before), docs._run(after)
-        found = made.checked(side, proposed, now)
+        found = checked(side, proposed, now)
         one = found.proposals[0] if found and len(found.proposals) == 1 else None
         steps = [(side.summary.unprofiled_step_us, now.summary.unprofiled_step_us)]
         if not all(steps[0]):

@@ -6,8 +6,8 @@ docs/make.py makes the tables of docs/05_llm.md from this list and the reference
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import Summary, summarize
-from tracereader.findings.opportunities import opportunities
 from tracereader.findings.steps import regime
 from tracereader.replay import Refused
 from tracereader.trace import Trace, read

@@ -7,24 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from tracereader.changes import (
+    catalogue,
+)
+from tracereader.changes import ranks as rank_changes
+from tracereader.changes.catalogue import CHANGES, opportunities
+from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import compare, summarize
-from tracereader.findings import avoidable_changes as avoidable
-from tracereader.findings import batch_changes as batches
-from tracereader.findings import copy_changes as copies
-from tracereader.findings import cpu_changes as cpu
-from tracereader.findings import cpu_only_changes as cpu_only
-from tracereader.findings import debugging_changes as debugging
-from tracereader.findings import gpu_changes as gpu
-from tracereader.findings import graph_changes as graphs
-from tracereader.findings import inference_changes as inference
-from tracereader.findings import made, rank_changes
-from tracereader.findings import parallel_changes as parallel
-from tracereader.findings import precision_changes as precision
 from tracereader.findings.finding import in_one_unit
-from tracereader.findings.opportunities import CHANGES, opportunities
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.replay import changes as replay
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
@@ -38,114 +29,6 @@ NAIVE = "04_a_naive_attention/8x16x1024x64_bf16_warm_eager_shapes"
 SDPA = "04_c_sdpa_attention/8x16x1024x64_bf16_warm_eager"
 # A prediction outside of this share of the measured step is off, and the page says why.
 WITHIN = (0.7, 1.3)
-
-# What each change takes for granted beyond the times and dependencies of the trace.
-ASSUMES = {
-    "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
-    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer "
-    f"than {graphs.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies "
-    f"to the GPU and {batches.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
-    "if the CPU waits in the model for a value or a copied index, these waits are dropped first; if only recorded "
-    "shapes differ, inputs are padded first, and a step takes at least as long as the GPU is busy in the longest one; "
-    "gradients of gradients are captured with the optimizer; in other training, what follows backward and a loss that "
-    "synchronizes stay as they are, each parameter with a gradient "
-    f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
-    f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",
-    "update_graph": "as `cuda_graph`; the code computes with no numbers of Python that change from step to step",
-    "kv_cache": "the model is causal; of an activity whose sizes grow with the tokens, one token's share of the time "
-    f"is left: of a product at least {gpu.SMALL_PRODUCT_US:g} µs and the time of its weight at {gpu.BANDWIDTH:.0%} of "
-    f"the memory bandwidth, of any other at least {gpu.LEAST_KERNEL_US:g} µs; each call of attention takes the CPU "
-    f"{inference.APPENDS} launches more",
-    "merge_adapters": "the adapters do not change between the steps",
-    "static_cache": "as `cuda_graph` (and as `kv_cache` without a cache); "
-    "attention takes as long on the cache of fixed size, which has an empty part",
-    "remove_sync": "nothing reads the value on the CPU in that step",
-    "fused_optimizer": f"the fused step takes the CPU {cpu.OPTIMIZER_LAUNCHES} times as long as a launch (the lower "
-    f"quartile of the step's), and {cpu.FUSED_TENSOR_LAUNCHES} times for each parameter with a gradient (foreach: "
-    f"{cpu.FOREACH_TENSOR_LAUNCHES}), or {cpu.FUSED_OPTIMIZER_US:,} µs ({cpu.FOREACH_OPTIMIZER_US:,} µs) if the number "
-    f"is unknown; each further parameter group takes {cpu.GROUP_LAUNCHES} launches; the GPU takes twice as long as for "
-    "the loop's costliest kind of kernel",
-    "fewer_groups": "as `fused_optimizer`, with one group; the groups have equal settings",
-    "norms_at_once": f"one call takes the CPU {cpu.NORM_LAUNCHES} times as long as a launch (the lower quartile of the "
-    "step's) for each tensor, and the GPU as long as the norms; nothing needs a single tensor's norm on the CPU",
-    "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
-    "anomaly_detection": "forward takes as long as with its tracebacks",
-    "blocking": f"a launch takes the CPU at most {debugging.LAUNCH_US} µs",
-    "filled_memory": "no op reads memory that was never written",
-    "no_gradients": "backward gives each gradient its tensor without a copy",
-    "no_autograd": f"autograd takes the CPU {avoidable.NODE_LAUNCHES} times as long as a launch (the lower quartile of "
-    "the step's) for each op that it records; no backward follows outside the trace",
-    "cpu_tensors": f"ops without a call of the CUDA runtime, which take more than {cpu.PAUSE_US} µs in a row together, "
-    "compute with CPU tensors, unless they only make views or allocate; this work can be done ahead",
-    "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",
-    "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
-    "product takes as long as the longest single one, or as its bytes need; of equal passes on a slice each, the CPU "
-    "time of one is left, one kernel for all of them takes as long as its blocks need with one on each SM, and no pass "
-    "needs what another one computes",
-    "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic (without a "
-    "reduction, a pointwise kernel or a cast "
-    f"counts at most the time that its bytes need at {gpu.BANDWIDTH:.0%} of the memory bandwidth); a chain with more "
-    f"than {gpu.MANY_REDUCTIONS} reductions becomes a kernel for each of them; guards take the CPU as long "
-    "as the ops that are gone; in training, if no output's size depends on the data, nothing is left of the CPU time "
-    "between the model's ops, a compiled call takes the CPU "
-    f"{gpu.COMPILED_CALL_LAUNCHES} times as long as a launch (the lower quartile of the step's), the code around each "
-    f"other op and for each parameter {gpu.CALLING_LAUNCHES} times as long, a batch norm is {gpu.BATCH_NORM_KERNELS} "
-    "such calls (no CPU time is saved if batch norms take "
-    f"{gpu.MOSTLY_BATCH_NORM:.0%} or more of what can be fused), and the backward of a normalization "
-    f"{gpu.NORM_BACKWARD_KERNELS} unless eager launches more; the launch of a CUDA graph takes less time, in "
-    "proportion to its kernels",
-    "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
-    f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
-    "compile_flex": f"{gpu.ATTENTION:.0%} of the data sheet's peak; no pair of a query and a key is masked; a call "
-    f"takes the CPU {gpu.COMPILED_FLEX_CALL_US} µs",
-    "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
-    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no product takes less than {gpu.SMALL_PRODUCT_US:g} µs; in bf16, "
-    f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {precision.ATTENTION_IN_TWO_BYTES:.0%} of the time of "
-    f"an fp32 attention kernel, and casts that take the CPU {precision.AUTOCAST_US} µs for each product",
-    "single_precision": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for "
-    f"convolutions, or {gpu.FP32_PRODUCT:.0%} of the fp32 peak for products without TF32; kernels that move data, and "
-    "optimizers, take half the time; others take as long",
-    "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
-    f"product takes less than {gpu.SMALL_PRODUCT_US:g} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
-    "channels_last": "convolutions and normalizations themselves take as long",
-    "layout_copies": "the next kernel reads the other layout as fast; autograd's own copies stay",
-    "keep_parameters": "all parameters fit into memory",
-    "keep_buffers": "batch norms in training read no buffers",
-    "reduce_once": "all passes are of one model; compute beside a collective is longer by "
-    f"{parallel.SLOWER_BESIDE:.0%} of that time; with FSDP, all parameters and gradients fit into memory",
-    "no_recompute": "the activations fit into memory",
-    "overlap_copies": f"pinned memory is copied at {copies.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
-    "CPU reads a result one step later",
-    "one_copy": f"pinned memory is copied at {copies.PINNED_GB_S} GB/s and pageable memory at {copies.PAGEABLE_GB_S}; "
-    f"the split takes the CPU {copies.SPLIT_US} µs for each tensor; another process puts them into one",
-    "keep_activations": "the activations fit into memory",
-    "small_grids": "with a block for each SM, a kernel takes proportionally less time",
-    "allocator": "memory that is allocated once is reused in every step",
-    "recompile": "a compiled step takes as long as those that do not compile",
-    "in_place": "nothing else reads the tensor that is overwritten",
-    "mask_once": "the mask is the same in each step",
-    "shared_keys": "the attention kernel takes keys and values of fewer heads as fast",
-    "cast_weights": "the weights do not change between the steps",
-    "last_logits": f"the product takes the time of fewer rows, or {gpu.BANDWIDTH:.0%} of the memory bandwidth for its "
-    "weight",
-    "shorter_cache": f"attention reads proportionally less for fewer keys, at {gpu.BANDWIDTH:.0%} of the memory "
-    "bandwidth",
-    "static_inputs": "inputs stay where they are, or are written where the graph reads them",
-    "attention_plans": "another backend takes as long on the GPU, and cuDNN's usual time on the CPU",
-    "skip_guards": f"{avoidable.GUARDS_LEFT:.0%} of a cache lookup is left; inputs fulfil the guards in every step",
-}
-
-# The same for programs that use no GPU.
-CPU_ONLY_ASSUMES = {
-    "fused_optimizer": "the fused optimizer takes "
-    + ", ".join(f"{share:.0%} of the time ({name})" for name, share in cpu_only.FUSED_SHARE.items())
-    + ": it reads and writes each tensor less often",
-    "fused_attention": "the fused kernel takes as long as the two products, and so it does in backward. With dropout, "
-    "which it refuses, and with fewer than "
-    f"{cpu_only.LEAST_KEYS} keys ({cpu_only.LEAST_KEYS_IN_TRAINING} in training) it is not proposed",
-    "data_loader": "one worker takes as long for a batch as the main process, and one more halves the step at most; "
-    "cores are idle",
-} | {name: ASSUMES[name] for name in cpu_only.ALSO_HERE if name != "data_loader"}
 
 # Steps before and after a change, of the recorded pairs and of the ladder's climbs.
 PAIRS = (
@@ -313,17 +196,14 @@ def changes() -> str:
     """What a report proposes: each change, what it assumes, and how a comparison sees that it was made."""
     lines = ["| id in `--json` | change | assumes | seen in the trace after it |", "|---|---|---|---|"]
     for one in CHANGES:
-        judge = made.MADE.get(one.name)
-        seen = (judge.__doc__ or "").rstrip(".") if judge else "not decided"
-        lines.append(f"| `{one.name}` | {one.title} | {ASSUMES[one.name]} | {seen} |")
+        seen = one.followed.__doc__.rstrip(".") if one.followed else "not decided"
+        lines.append(f"| `{one.name}` | {one.title} | {one.assumes} | {seen} |")
     return "\n".join(lines) + "\n"
 
 
 def cpu_only_changes() -> str:
-    """The changes of a program that uses no GPU, and what each assumes."""
-    lines = ["| id in `--json` | change | assumes |", "|---|---|---|"]
-    lines += [f"| `{one.name}` | {one.title} | {CPU_ONLY_ASSUMES[one.name]} |" for one in cpu_only.CPU_ONLY_CHANGES]
-    return "\n".join(lines) + "\n"
+    """The ids of the changes that are also proposed for a program that uses no GPU."""
+    return ", ".join(f"`{one.name}`" for one in CHANGES if one.on_cpu) + "\n"
 
 
 def predictions() -> str:
@@ -348,7 +228,7 @@ def _predicted(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
     for before, after in pairs:
         side, proposed = _run(before)
         measured = _run(after)[0].summary.recorded_step_us
-        found = made.checked(side, proposed, _run(after)[0])
+        found = catalogue.checked(side, proposed, _run(after)[0])
         pair = f"{shown(before)} → {shown(after)}"
         if found is None or len(found.proposals) != 1:
             unit, (recorded, now) = in_one_unit((side.summary.recorded_step_us, measured))

@@ -95,8 +95,8 @@ def a_committed_trace_is_read_once_for_several_reports():
     import references
 
     from tracereader import cli
+    from tracereader.changes import ranks as rank_changes
     from tracereader.figures import reading
-    from tracereader.findings import rank_changes
     from tracereader.show import as_json, comparison, page, report
     from tracereader.show.page import compared
     from tracereader.show.view import View

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tracereader.changes.catalogue import opportunities
+from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary, summarize
-from tracereader.findings.opportunities import opportunities
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.trace import Trace, read
 

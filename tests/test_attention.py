@@ -12,9 +12,9 @@ from raw_events import raw_steps, raw_work
 from references import OTHERS, REFERENCES, ROOT, measured
 
 from tracereader import cli
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
 from tracereader.findings import attention
-from tracereader.findings.opportunities import opportunities
 from tracereader.trace import read
 
 FOLDER = ROOT / "tests/traces"

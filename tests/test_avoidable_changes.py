@@ -11,12 +11,11 @@ from raw_events import GPU, end, event, pace, raw_steps, raw_work
 from references import CHANGES, H200, OTHERS, ROOT, measured, opened, proposals
 
 from tracereader import cli
+from tracereader.changes import attention, catalogue, copies, fusion, inference, precision
+from tracereader.changes.catalogue import CHANGES as CHANGES_OF_A_REPORT
+from tracereader.changes.catalogue import each_priced, opportunities
+from tracereader.changes.context import Case
 from tracereader.figures import compare, summarize
-from tracereader.findings import avoidable_changes as changes
-from tracereader.findings import inference_changes, made
-from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
-from tracereader.findings.opportunities import each_priced, opportunities
-from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.replay import recorded as graph_module
 from tracereader.trace import read
@@ -129,8 +128,8 @@ def test_skipping_guards_saves_nothing_in_a_gpu_bound_step(case_of):
 
 
 def test_skipping_guards_is_not_proposed_for_a_step_that_compiles(case_of):
-    assert changes.skip_guards(case_of(MLP_COMPILED)) is not None
-    assert changes.skip_guards(case_of(MLP_COMPILED, compiles_in_every_step)) is None
+    assert fusion.skip_guards(case_of(MLP_COMPILED)) is not None
+    assert fusion.skip_guards(case_of(MLP_COMPILED, compiles_in_every_step)) is None
 
 
 def later(document, mark, us):
@@ -196,9 +195,9 @@ def test_making_the_mask_once_saves_its_kernels_in_a_gpu_bound_step(case_of):
     mark = raw_steps(events)[1]
     made = [e for e in inside(events, mark) if e["name"] in MASK]
     us = sum(work["dur"] for op in made for work in launched(events, op))
-    assert changes.mask_once(case_of(MATH)) is None, "SDPA's math makes it, and no program can change that"
+    assert attention.mask_once(case_of(MATH)) is None, "SDPA's math makes it, and no program can change that"
     case = case_of(MATH, of_the_program)
-    proposal = changes.mask_once(case)
+    proposal = attention.mask_once(case)
     gaps = 2 * 1.5  # before each of two kernels
     assert us < case.graph.recorded_us - proposal.graph.step_us() < us + gaps + 1
     assert proposal.evidence.startswith("every step makes a triangular mask with aten::ones, aten::tril: ")
@@ -250,7 +249,7 @@ def test_casting_weights_once_saves_the_casts_in_inference(case_of):
 
 
 def test_casting_weights_once_is_not_proposed_in_training(case_of):
-    assert changes.cast_weights(case_of(AUTOCAST)) is None
+    assert precision.cast_weights(case_of(AUTOCAST)) is None
 
 
 PREFILL = TESTS / "models/qwen3_prefill_logits.json.gz"
@@ -308,7 +307,7 @@ SELECTS = (
 
 def test_logits_of_one_token_are_proposed_if_only_one_is_read(case_of):
     case = case_of(PREFILL, ops_after_the_head(*SELECTS))
-    proposal = changes.last_logits(case)
+    proposal = inference.last_logits(case)
     assert proposal is not None and "makes 512 rows of 151,936 logits" in proposal.evidence
     assert "1 row is needed" in proposal.evidence
     before, after = (head_of(PREFILL, graph, case.trace) for graph in (case.graph, proposal.graph))
@@ -321,9 +320,9 @@ def test_logits_of_one_token_are_proposed_if_only_one_is_read(case_of):
 @pytest.mark.exhaustive
 def test_logits_are_kept_if_all_are_read(case_of):
     everything = (("aten::argmax", [1, ROWS, VOCABULARY], True),)
-    assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*everything))) is None
-    assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*SELECTS, *everything))) is None
-    assert changes.last_logits(case_of(PREFILL)) is None, "nothing shows what reads them"
+    assert inference.last_logits(case_of(PREFILL, ops_after_the_head(*everything))) is None
+    assert inference.last_logits(case_of(PREFILL, ops_after_the_head(*SELECTS, *everything))) is None
+    assert inference.last_logits(case_of(PREFILL)) is None, "nothing shows what reads them"
 
 
 def attention_kernels(path):
@@ -340,7 +339,7 @@ def test_attention_over_the_filled_half_of_a_cache_saves_the_reading(case_of):
     """Kernels of one query do not take half the time for half the keys: 524 keys were recorded, too."""
     path = LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz"
     case = case_of(path)
-    proposal = changes.shorter_cache(case)
+    proposal = attention.shorter_cache(case)
     fewer, keys = attention_kernels(TESTS / "models/qwen3_generate_static.json.gz")
     assert keys == 524 and attention_kernels(path)[1] == 1024
     read_us = 2 * 16 * 1024 * 128 * 2 / GB_S / 1e3  # keys and values of 16 heads, as they are expanded
@@ -395,11 +394,11 @@ def test_a_change_of_gpu_work_alone_is_not_proposed_for_an_overhead_bound_step(p
     assert not of_the_gpu & set(proposed(case_of(path)))
 
 
-def test_the_docs_list_the_assumptions_of_every_change():
-    """docs/opportunities.md has a row for each change."""
-    source = (ROOT / "docs/opportunities.py").read_text()
-    for change in CHANGES_OF_A_REPORT:
-        assert f'"{change.name}":' in source, change.name
+def test_each_change_has_an_id_of_its_own_and_says_what_it_assumes():
+    names = [change.name for change in CHANGES_OF_A_REPORT]
+    assert len(names) == len(set(names))
+    assert all(change.title and change.assumes and not change.assumes.endswith(".") for change in CHANGES_OF_A_REPORT)
+    assert [change.name for change in CHANGES_OF_A_REPORT if change.propose is None] == ["warm_up"]
 
 
 def short_steps(launches, first_us, tmp_path):
@@ -479,11 +478,11 @@ def test_a_single_plan_or_a_launch_that_takes_long_is_no_reason_to_avoid_cudnn(c
             until, launch["ts"] = end(launch), e["ts"] + 1000
             launch["dur"] = until - launch["ts"]
 
-    assert changes.attention_plans(case_of(path)) is not None
-    assert changes.attention_plans(case_of(path, only_the_first)) is None
-    assert changes.attention_plans(case_of(path, waits_in_the_launch)) is None
-    assert changes.attention_plans(case_of(CHANGES / "lengths/flash.json.gz")) is None
-    assert changes.attention_plans(case_of(CHANGES / "bert/eager.json.gz")) is None, "cuDNN has its plans"
+    assert attention.attention_plans(case_of(path)) is not None
+    assert attention.attention_plans(case_of(path, only_the_first)) is None
+    assert attention.attention_plans(case_of(path, waits_in_the_launch)) is None
+    assert attention.attention_plans(case_of(CHANGES / "lengths/flash.json.gz")) is None
+    assert attention.attention_plans(case_of(CHANGES / "bert/eager.json.gz")) is None, "cuDNN has its plans"
 
 
 def attention_calls(document):
@@ -522,15 +521,15 @@ def test_a_slow_call_with_the_shapes_and_strides_of_an_earlier_one_builds_no_pla
                 e["args"].pop("Input Strides", None)
 
     path = CHANGES / "lengths/cudnn.json.gz"
-    assert changes.attention_plans(case_of(path, with_sizes(lambda place, keys: (1, keys)))) is not None
-    assert changes.attention_plans(case_of(path, same)) is None
+    assert attention.attention_plans(case_of(path, with_sizes(lambda place, keys: (1, keys)))) is not None
+    assert attention.attention_plans(case_of(path, same)) is None
 
     def without_shapes(document):
         for e in slices(document):
             for name in ("Input Dims", "Input type", "Input Strides", "Concrete Inputs"):
                 e.get("args", {}).pop(name, None)
 
-    assert changes.attention_plans(case_of(path, without_shapes)) is not None, "shapes were not recorded"
+    assert attention.attention_plans(case_of(path, without_shapes)) is not None, "shapes were not recorded"
 
 
 @pytest.mark.parametrize(
@@ -545,7 +544,7 @@ def test_a_slow_call_with_the_shapes_and_strides_of_an_earlier_one_builds_no_pla
 )
 def test_a_cache_grows_only_if_every_token_has_one_key_more_for_the_same_sequences(case_of, size_of, grows):
     case = case_of(CHANGES / "lengths/flash.json.gz", with_sizes(size_of))
-    assert (inference_changes.static_cache(case) is not None) == grows
+    assert (inference.static_cache(case) is not None) == grows
 
 
 def attention_shapes(events):
@@ -597,11 +596,11 @@ def test_a_static_cache_is_not_proposed_for_shapes_that_do_not_grow_token_by_tok
 
         return edit
 
-    assert inference_changes.static_cache(case_of(path)) is not None
-    assert inference_changes.static_cache(case_of(path, with_keys(lambda keys: 1024))) is None, "a cache of fixed size"
-    assert inference_changes.static_cache(case_of(path, with_keys(lambda keys: 2 * keys))) is None, "no growing cache"
-    assert inference_changes.static_cache(case_of(CHANGES / "lengths/static.json.gz")) is None
-    assert inference_changes.static_cache(case_of(LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz")) is None
+    assert inference.static_cache(case_of(path)) is not None
+    assert inference.static_cache(case_of(path, with_keys(lambda keys: 1024))) is None, "a cache of fixed size"
+    assert inference.static_cache(case_of(path, with_keys(lambda keys: 2 * keys))) is None, "no growing cache"
+    assert inference.static_cache(case_of(CHANGES / "lengths/static.json.gz")) is None
+    assert inference.static_cache(case_of(LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz")) is None
 
 
 def without_shapes(document):
@@ -631,7 +630,7 @@ def test_without_shapes_the_blocks_of_appended_keys_show_that_a_cache_grows(case
     counts = {len(some) for some in appended(document)}
     blocks = [sum(math.prod(one["args"]["grid"]) for one in some) for some in appended(document)]
     assert len(counts) == 1 and blocks == sorted(blocks) and blocks[0] < blocks[-1]
-    proposal = inference_changes.static_cache(case_of(path, without_shapes))
+    proposal = inference.static_cache(case_of(path, without_shapes))
     assert (
         f"the {counts.pop():,} kernels of aten::cat in a step have more blocks from step to step" in proposal.evidence
     )
@@ -654,7 +653,7 @@ def test_without_shapes_the_blocks_of_appended_keys_show_that_a_cache_grows(case
                 e["name"] = "aten::stack"
 
     for edit in (fixed, shrinking, without_attention):
-        found = inference_changes.static_cache(case_of(path, edit))
+        found = inference.static_cache(case_of(path, edit))
         assert (found is None) is True, edit.__name__
 
 
@@ -663,7 +662,11 @@ def test_without_shapes_the_blocks_of_appended_keys_show_that_a_cache_grows(case
 )
 def test_a_comparison_sees_that_plans_or_a_growing_cache_are_gone(before, change, after):
     one, other = (compare.Side(measured(CHANGES / f"lengths/{name}.json.gz")) for name in (before, after))
-    assert made.MADE[change](one, other) and not made.MADE[change](other, one) and not made.MADE[change](one, one)
+    assert (
+        catalogue.BY_NAME[change].followed(one, other)
+        and not catalogue.BY_NAME[change].followed(other, one)
+        and not catalogue.BY_NAME[change].followed(one, one)
+    )
 
 
 def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):
@@ -728,8 +731,8 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
     }
     path, *both = edits[change]
     one, other = (side(path, edit) for edit in both)
-    assert [name for name in edits if made.MADE[name](one, other)] == [change]
-    assert not made.MADE[change](other, one)
+    assert [name for name in edits if catalogue.BY_NAME[name].followed(one, other)] == [change]
+    assert not catalogue.BY_NAME[change].followed(other, one)
 
 
 def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
@@ -779,7 +782,7 @@ def test_memory_that_grows_from_step_to_step_is_said_to(tmp_path, steps, frees, 
     path = tmp_path / "grows.json"
     path.write_text(json.dumps({"traceEvents": events}))
     trace = read(path)
-    one = changes.allocator(Case(trace, summarize(trace), graph_of(trace)))
+    one = copies.allocator(Case(trace, summarize(trace), graph_of(trace)))
     assert (f"{len(steps)} of 3 steps allocate GPU memory" in one.evidence) == grows
     assert ("no tensors of earlier steps" in one.how) == grows
 

@@ -8,9 +8,9 @@ from raw_events import event
 from references import H200, ROOT
 
 from tracereader import cli
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
 from tracereader.figures.places import by_module
-from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Graph, graph_of
 from tracereader.show import warnings
 from tracereader.trace import TraceError, read

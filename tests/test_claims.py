@@ -9,11 +9,12 @@ import pytest
 from raw_events import event
 
 from tracereader import cli
+from tracereader.changes import attention
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.unfused import Scores, Unfused
-from tracereader.findings import gpu_changes, steps
-from tracereader.findings.opportunities import opportunities
+from tracereader.findings import steps
 from tracereader.trace import read
 
 GEMM = "ampere_sgemm_128x64_nn"
@@ -96,7 +97,7 @@ def test_scores_are_named_by_the_size_that_takes_most_time():
         return Unfused(us, 3, us, Scores(1, length, length, 4, 1, 1, 8, 8))
 
     def said(*found):
-        return gpu_changes._sizes_of_scores(
+        return attention._sizes_of_scores(
             SimpleNamespace(summary=SimpleNamespace(attention=SimpleNamespace(unfused=found)))
         )
 

@@ -12,10 +12,11 @@ from raw_events import end, event, pace, raw_steps, raw_work
 from references import H200, PREDICTED, ROOT, measured, proposals, recording, small_first
 
 from tracereader import cli
+from tracereader.changes import catalogue
+from tracereader.changes.catalogue import CHANGES
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
-from tracereader.findings import faster, made
-from tracereader.findings.opportunities import CHANGES
+from tracereader.findings import faster
 from tracereader.replay import Refused
 from tracereader.trace import read
 
@@ -107,11 +108,11 @@ def test_the_idle_share_is_the_one_of_each_runs_own_report(capsys):
 @pytest.mark.parametrize(("before", "change", "after"), small_first(PAIRS))
 def test_the_comparison_shows_whether_the_second_run_follows_a_proposal(before, change, after):
     side, proposed = run(before)
-    found = made.checked(side, proposed, run(after)[0])
+    found = catalogue.checked(side, proposed, run(after)[0])
     assert (found and [one.change for one in found.proposals]) == ([change] if change else None)
     if found:
         assert found.measured_us == pytest.approx(raw_step_us(after), abs=0.01)
-        assert made.checked(run(after)[0], proposed, side) is None, "turned around, it was not done"
+        assert catalogue.checked(run(after)[0], proposed, side) is None, "turned around, it was not done"
 
 
 @pytest.mark.parametrize(
@@ -149,12 +150,12 @@ def test_a_run_of_another_program_follows_no_proposal(pairs):
             # gpt2 and trained are decoders of the same sizes, but the second one has a padded vocabulary.
             if len(programs) == 2 and programs != {"gpt2", "trained"}:
                 side, proposed = run(before)
-                assert made.checked(side, proposed, run(after)[0]) is None, f"{before}, {after}"
+                assert catalogue.checked(side, proposed, run(after)[0]) is None, f"{before}, {after}"
 
 
 def test_every_change_except_small_grids_has_a_judge():
-    assert {one.name for one in CHANGES} - set(made.MADE) == {"small_grids"}
-    assert all(judge.__doc__.endswith(".") for judge in made.MADE.values())
+    assert {one.name for one in CHANGES} - {one.name for one in CHANGES if one.followed} == {"small_grids", "warm_up"}
+    assert all(one.followed.__doc__.endswith(".") for one in CHANGES if one.followed)
 
 
 def test_a_replays_convolutions_are_those_of_the_run_with_ops(capsys):

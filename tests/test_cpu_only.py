@@ -11,10 +11,10 @@ from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
+from tracereader.changes import catalogue
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
-from tracereader.findings import made
-from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Refused, graph_of
 from tracereader.trace import read
 
@@ -110,7 +110,7 @@ def test_a_run_of_another_program_follows_no_proposal():
         proposed = tuple(priced_changes(file_of(before)).values())
         for other, side in sides.items():
             if other not in (before, after) and not (before.startswith(mlp) and other.startswith(mlp)):
-                assert made.checked(sides[before], proposed, side) is None, f"{before}, {other}"
+                assert catalogue.checked(sides[before], proposed, side) is None, f"{before}, {other}"
 
 
 def test_one_worker_needs_as_long_for_a_batch_as_the_main_process():

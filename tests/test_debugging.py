@@ -13,8 +13,8 @@ from test_later_workloads import case_of, edited
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
+from tracereader.changes import waits
 from tracereader.figures import summarize
-from tracereader.findings import debugging_changes
 from tracereader.trace import read
 
 DEBUGGING = Path(__file__).resolve().parent / "traces/h100/debugging"
@@ -86,4 +86,4 @@ def few_launches(events):
 @pytest.mark.parametrize("edit", [some_return_early, few_launches])
 def test_not_every_long_call_is_a_blocking_launch(tmp_path, edit):
     case = case_of(edited(file_of("blocking"), tmp_path, edit))
-    assert case.summary.debugging.blocking_launches == 0 and debugging_changes.blocking(case) is None
+    assert case.summary.debugging.blocking_launches == 0 and waits.blocking(case) is None

@@ -12,11 +12,11 @@ from references import CHANGES, ROOT, opened, proposals, recording, small_first
 from test_opportunities import unprofiled_us
 
 from tracereader import cli
+from tracereader.changes.catalogue import CHANGES as CHANGES_OF_ALL
+from tracereader.changes.catalogue import opportunities
+from tracereader.changes.context import Case
 from tracereader.figures import summarize
 from tracereader.findings import recording as recordings
-from tracereader.findings.opportunities import CHANGES as CHANGES_OF_ALL
-from tracereader.findings.opportunities import opportunities
-from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.show import opportunities as shown
 from tracereader.show.text import console

@@ -8,10 +8,10 @@ from references import H200, OTHERS, ROOT, measured
 from words import RETIRED
 
 from tracereader import cli, expect
+from tracereader.changes.catalogue import CHANGES
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
 from tracereader.findings.finding import Finding, Verdict
-from tracereader.findings.opportunities import CHANGES
 from tracereader.trace import read
 
 SMALL, LARGE = "01_matmul_add/64_bf16_cold_eager", "01_matmul_add/4096_bf16_warm_eager"

@@ -17,10 +17,12 @@ from references import measured as measured_of
 from test_ranks import REFERENCES, as_json, changed, document, end, length, marks, slices, spans
 
 from tracereader import cli
+from tracereader.changes import catalogue
+from tracereader.changes import ranks as rank_changes
+from tracereader.changes.context import Case
+from tracereader.changes.fusion import fuse_pointwise
 from tracereader.figures import compare, summarize
-from tracereader.findings import made, rank_changes, ranks
-from tracereader.findings.gpu_changes import fuse_pointwise
-from tracereader.findings.opportunity import Case
+from tracereader.findings import ranks
 from tracereader.replay import graph_of
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
@@ -314,10 +316,12 @@ def test_parameters_that_fsdp_gathers_again_are_priced_as_measured(capsys):
         assert one["unprofiled_step_us_after"] == pytest.approx(measured, rel=0.1)
     assert all(one.change != "keep_parameters" for one in proposals(keep[0]))
     first, second = (opened(paths, View())[0] for paths in (default, keep))
-    assert not rank_changes.MADE["keep_parameters"](first, first)
-    assert second.matched == () and not rank_changes.MADE["keep_parameters"](first, second), "only one rank is kept"
+    assert not rank_changes.FOLLOWED["keep_parameters"](first, first)
+    assert second.matched == () and not rank_changes.FOLLOWED["keep_parameters"](first, second), "only one rank is kept"
     before, after = (compare.Side(measured_of(paths[-1])) for paths in (default, keep))
-    assert made.MADE["keep_parameters"](before, after) and not made.MADE["keep_parameters"](after, before)
+    assert catalogue.BY_NAME["keep_parameters"].followed(before, after) and not catalogue.BY_NAME[
+        "keep_parameters"
+    ].followed(after, before)
 
 
 def test_compute_beside_a_collective_that_waits_is_slower():

@@ -20,10 +20,10 @@ from test_later_workloads import case_of, edited
 from test_opportunities import launch_quartile, priced_changes, raw_events
 
 from tracereader import cli
+from tracereader.changes import catalogue, fusion, graphs
 from tracereader.figures import summarize
 from tracereader.figures.autograd import added_gradients, backward_begins
 from tracereader.figures.side import Side
-from tracereader.findings import gpu_changes, graph_changes, made
 from tracereader.replay import cuda_graph, graph_of
 from tracereader.replay.changes import GRAPH_GAP_US
 from tracereader.trace import read
@@ -72,7 +72,7 @@ def test_the_recorded_step_with_the_graph_is_near_the_predicted_one(name, change
     after = file_of(f"{name}_graph" if change == "update_graph" else f"{name}_graphed")
     measured = summarize(read(after)).recorded_step_us
     assert one.step_us_after == pytest.approx(measured, rel=0.4)
-    assert getattr(graph_changes, change)(case_of(after)) is None
+    assert catalogue.BY_NAME[change].propose(case_of(after)) is None
     assert cli.main([str(file_of(name)), str(after)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"proposed it ({one.title})" in said and said.count("proposed it") == 1
@@ -125,7 +125,7 @@ def test_launches_between_the_waits_of_the_loss_stay(name, waiting):
 )
 def test_a_wait_inside_the_model_prevents_its_graphs(tmp_path, name, number, is_proposed):
     """Beside the waits of the loss, each step waits in this op."""
-    found = graph_changes.cuda_graph(case_of(edited(file_of("masked"), tmp_path, synchronized(name, number))))
+    found = graphs.cuda_graph(case_of(edited(file_of("masked"), tmp_path, synchronized(name, number))))
     assert (found is not None) == is_proposed
 
 
@@ -204,8 +204,8 @@ def by_no_op(events):
 
 @pytest.mark.parametrize("edit", [as_another_op, as_a_size, as_copies(11), untied, by_no_op])
 def test_synchronizations_that_may_be_needed_stay(tmp_path, edit):
-    assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, edit))) is None
-    assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
+    assert graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, edit))) is None
+    assert graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
 
 
 def with_another_op(events):
@@ -233,13 +233,13 @@ def test_inputs_are_padded_only_if_steps_differ_in_nothing_but_recorded_shapes(t
     ]
     assert len(set(map(repr, shapes))) == len(shapes) == 3 and len(set(map(len, shapes))) == 1
     assert priced_changes(file_of("lengths"))["cuda_graph"].title == "pad to fixed shapes, then use CUDA graphs"
-    assert graph_changes.cuda_graph(case_of(edited(file_of("lengths"), tmp_path, edit))) is None
+    assert graphs.cuda_graph(case_of(edited(file_of("lengths"), tmp_path, edit))) is None
 
 
 def test_a_padded_step_takes_as_long_as_the_longest_one():
     case = case_of(file_of("lengths"))
     longest = max(one.gpu_busy_us for one in case.summary.steps)
-    assert graph_changes.cuda_graph(case).least_us == longest
+    assert graphs.cuda_graph(case).least_us == longest
 
 
 def in_one_step(events):
@@ -253,7 +253,7 @@ def in_one_step(events):
 
 
 def test_a_synchronization_that_not_every_step_makes_is_counted_so(tmp_path):
-    found = graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, in_one_step)))
+    found = graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, in_one_step)))
     assert found.evidence.endswith("the CPU waits in cudaDeviceSynchronize once in 1 of 3 steps")
 
 
@@ -266,7 +266,7 @@ def with_shapes_of_values(events):
 
 
 def test_shapes_that_values_of_the_model_may_decide_are_not_padded(tmp_path):
-    assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, with_shapes_of_values))) is None
+    assert graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, with_shapes_of_values))) is None
     found = priced_changes(file_of("finetune"))["cuda_graph"]  # this model reads whether its mask has a zero
     assert found.evidence.endswith("with different shapes; the CPU waits in aten::is_nonzero once")
 
@@ -289,7 +289,7 @@ def with_a_slow_first_step(events):
 def test_a_step_that_does_not_count_decides_no_padded_length(tmp_path):
     case = case_of(edited(file_of("lengths"), tmp_path, with_a_slow_first_step))
     assert case.summary.left_out
-    assert graph_changes.cuda_graph(case).least_us < 1000
+    assert graphs.cuda_graph(case).least_us < 1000
 
 
 @pytest.mark.parametrize(("before", "after"), [
@@ -318,10 +318,10 @@ def test_steps_may_differ_outside_forward_and_backward(tmp_path, op, is_proposed
         kernel = next(e for e in events if e.get("cat") == "kernel" and e["args"]["correlation"] in calls)
         kernel["name"] = "another_kernel"
 
-    before = graph_changes.cuda_graph(case_of(file_of("ema"))).evidence
+    before = graphs.cuda_graph(case_of(file_of("ema"))).evidence
     case = case_of(edited(file_of("ema"), tmp_path, another_kernel))
     assert not case.summary.llm.same_in_all_steps
-    found = graph_changes.cuda_graph(case)
+    found = graphs.cuda_graph(case)
     assert (found is not None) is is_proposed
     assert not found or (found.evidence == before and found.title == "replay forward and backward as CUDA graphs")
 
@@ -337,7 +337,7 @@ def test_rnns_are_not_told_to_be_compiled(monkeypatch):
     """Dynamo does not capture nn.LSTM. Without the profiler, a compiled model with it took 12.9 ms instead of 10.7."""
     found = priced_changes(file_of("lstm"))
     assert "fuse_pointwise" not in found and "torch.compile" not in found["cuda_graph"].how
-    monkeypatch.setattr(gpu_changes, "RNNS", ())
+    monkeypatch.setattr(fusion, "RNNS", ())
     found = priced_changes(file_of("lstm"))
     assert "fuse_pointwise" in found and "torch.compile" in found["cuda_graph"].how
 
@@ -347,7 +347,7 @@ def test_each_pass_costs_the_calls_of_its_graphs_and_its_loss(name, passes, monk
     events = raw_events(file_of(name))
     assert {len(passes_of(events, mark)) for mark in raw_steps(events)} == {passes}
     after = priced_changes(file_of(name))["cuda_graph"].step_us_after
-    monkeypatch.setattr(graph_changes, "PASS_LAUNCHES", 0)
+    monkeypatch.setattr(graphs, "PASS_LAUNCHES", 0)
     less = after - priced_changes(file_of(name))["cuda_graph"].step_us_after
     assert less == pytest.approx(passes * 100 * launch_quartile(events), rel=0.1)
 
@@ -387,7 +387,7 @@ def synchronized(op_name, number):
     ],
 )
 def test_only_waits_outside_forward_and_backward_leave_the_graphs_of_several_passes(tmp_path, op, number, is_proposed):
-    found = graph_changes.cuda_graph(case_of(edited(file_of("gan"), tmp_path, synchronized(op, number))))
+    found = graphs.cuda_graph(case_of(edited(file_of("gan"), tmp_path, synchronized(op, number))))
     assert (found is not None) == is_proposed
     assert not found or re.search(r"; the CPU waits only outside forward and backward, in .*aten::item", found.evidence)
 
@@ -409,7 +409,7 @@ def test_a_loss_of_many_ops_is_named_where_the_model_is_to_be_compiled(tmp_path,
     losses = [list(launches_of_the_loss(events, mark)) for mark in raw_steps(events)]
     assert all(len(some) == 2 and all(58 < len(one) < 63 for one in some) for some in losses)
     assert before.how == "torch.compile the model and the loss"
-    monkeypatch.setattr(gpu_changes, "MANY_IN_LOSS", 58)
+    monkeypatch.setattr(fusion, "MANY_IN_LOSS", 58)
     assert priced_changes(file_of("rl"))["fuse_pointwise"].how == "torch.compile(model)"
 
     def waiting(events):
@@ -419,7 +419,7 @@ def test_a_loss_of_many_ops_is_named_where_the_model_is_to_be_compiled(tmp_path,
                 correlation = {"correlation": 10**8 + 2 * step + number}
                 events.append(call | {"pid": mark["pid"], "tid": mark["tid"], "args": correlation})
 
-    monkeypatch.setattr(gpu_changes, "MANY_IN_LOSS", 15)
+    monkeypatch.setattr(fusion, "MANY_IN_LOSS", 15)
     waits = priced_changes(edited(file_of("rl"), tmp_path, waiting))["fuse_pointwise"]
     assert waits.how == "torch.compile(model)", "compiled code ends where the loss waits"
     assert 0 < waits.saves_us < 0.3 * before.saves_us
@@ -442,7 +442,7 @@ def in_forward(events):
 
 def test_a_wait_before_the_first_backward_may_be_in_forward(tmp_path):
     assert "cuda_graph" in priced_changes(file_of("gan"))
-    assert graph_changes.cuda_graph(case_of(edited(file_of("gan"), tmp_path, in_forward))) is None
+    assert graphs.cuda_graph(case_of(edited(file_of("gan"), tmp_path, in_forward))) is None
 
 
 def in_a_closure(events):
@@ -461,7 +461,7 @@ def gradients_of_gradients(events):
 
 @pytest.mark.parametrize("edit", [in_a_closure, gradients_of_gradients])
 def test_graphs_are_for_models_that_only_the_program_calls_and_that_are_differentiated_once(tmp_path, edit):
-    assert graph_changes.cuda_graph(case_of(edited(file_of("gan"), tmp_path, edit))) is None
+    assert graphs.cuda_graph(case_of(edited(file_of("gan"), tmp_path, edit))) is None
 
 
 def kept_in_one_pass(events):
@@ -482,7 +482,7 @@ def in_a_hook(events):
 
 def test_a_single_pass_has_no_gradients_to_add_to_and_an_optimizer_in_a_hook_adds_none(tmp_path):
     case = case_of(edited(file_of("ema"), tmp_path, kept_in_one_pass))
-    assert "zero_grad(set_to_none=True)" in graph_changes.cuda_graph(case).how
+    assert "zero_grad(set_to_none=True)" in graphs.cuda_graph(case).how
     case = case_of(edited(file_of("ema"), tmp_path, in_a_hook))
     assert not any(map(added_gradients, case.steps))
     assert {len(backward_begins(case.trace, step)) for step in case.steps} == {1}
@@ -521,8 +521,8 @@ def from_backward_on(events):
 
 @pytest.mark.parametrize("edit", [with_cpu_work, from_backward_on])
 def test_the_graph_after_backward_holds_neither_other_work_nor_pauses(tmp_path, edit):
-    before = graph_changes.update_graph(case_of(file_of("ema"))).evidence
-    after = graph_changes.update_graph(case_of(edited(file_of("ema"), tmp_path, edit))).evidence
+    before = graphs.update_graph(case_of(file_of("ema"))).evidence
+    after = graphs.update_graph(case_of(edited(file_of("ema"), tmp_path, edit))).evidence
     assert re.match(r"76 identical launches per step .* in 1\.[456] ms of CPU time", before)
     assert re.match(r"76 identical launches per step .* in 1\.[456] ms of CPU time", after)
 
@@ -532,7 +532,7 @@ def test_without_steps_the_code_between_backward_and_the_next_forward_stays(tmp_
         for mark in raw_steps(events):
             events.remove(mark)
 
-    proposal = graph_changes.cuda_graph(case_of(edited(file_of("ema"), tmp_path, without_steps)))
+    proposal = graphs.cuda_graph(case_of(edited(file_of("ema"), tmp_path, without_steps)))
     assert proposal.evidence.startswith(f"{3 * 135} launches in forward and backward")
 
 
@@ -578,15 +578,17 @@ def side_of(path):
 
 def test_a_graph_elsewhere_is_not_the_one_of_the_code_after_backward(tmp_path):
     before, of_optimizer = side_of(file_of("ema")), edited(file_of("ema"), tmp_path, graph_of_the_optimizer)
-    assert made.MADE["update_graph"](before, side_of(file_of("ema_graph")))
-    assert not made.MADE["update_graph"](before, side_of(of_optimizer))
+    assert catalogue.BY_NAME["update_graph"].followed(before, side_of(file_of("ema_graph")))
+    assert not catalogue.BY_NAME["update_graph"].followed(before, side_of(of_optimizer))
 
 
 def test_graphs_of_compiled_forward_and_backward_are_those_of_the_model(tmp_path):
     compiled = GRAPHS.parent / "small_train/encoder-compile.json.gz"
     before, after = side_of(compiled), side_of(edited(compiled, tmp_path, graphs_of_compiled_code))
     assert after.summary.launches_graphs and not before.summary.launches_graphs
-    assert made.MADE["cuda_graph"](before, after) and not made.MADE["update_graph"](before, after)
+    assert catalogue.BY_NAME["cuda_graph"].followed(before, after) and not catalogue.BY_NAME["update_graph"].followed(
+        before, after
+    )
 
 
 def of_size(events):
@@ -619,13 +621,13 @@ def of_size_in_backward(events):
 
 
 def test_an_unknown_size_inside_backward_does_not_matter_to_the_code_after_it(tmp_path):
-    assert graph_changes.update_graph(case_of(edited(file_of("ema"), tmp_path, of_size_in_backward))) is not None
+    assert graphs.update_graph(case_of(edited(file_of("ema"), tmp_path, of_size_in_backward))) is not None
 
 
 @pytest.mark.parametrize("edit", [of_size, in_an_optimizer, of_one_step])
 def test_the_code_after_backward_is_no_graph_if_it_may_change_or_is_an_optimizers(tmp_path, edit):
-    assert graph_changes.update_graph(case_of(edited(file_of("ema"), tmp_path, lambda events: None))) is not None
-    assert graph_changes.update_graph(case_of(edited(file_of("ema"), tmp_path, edit))) is None
+    assert graphs.update_graph(case_of(edited(file_of("ema"), tmp_path, lambda events: None))) is not None
+    assert graphs.update_graph(case_of(edited(file_of("ema"), tmp_path, edit))) is None
 
 
 def on_two_streams(file, order, rotating):

@@ -19,11 +19,11 @@ from test_loops import file_of, predicted_and_compared, typical_step
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
+from tracereader.changes import inference, waits
+from tracereader.changes.roofline import BANDWIDTH
 from tracereader.figures import summarize
 from tracereader.figures.attention import growing_keys
 from tracereader.figures.hardware import common_peaks
-from tracereader.findings import cpu_changes, inference_changes
-from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.trace import read
 
 AGAIN, EACH_STEP = "generation/recomputed", "generation/a_token_per_step"
@@ -151,7 +151,7 @@ def test_a_kv_cache_leaves_one_token_of_each_pass_but_the_first():
     lengths = sorted({queries for queries, _ in sizes})
     assert all(queries == keys for queries, keys in sizes) and lengths == list(range(768, 774))
     case = case_of(file_of(AGAIN))
-    proposal = inference_changes.kv_cache(case)
+    proposal = inference.kv_cache(case)
     assert "here from 768 to 773:" in proposal.evidence
     ops = [e for e in events if e.get("cat") == "cpu_op" and "Input Dims" in e["args"]]
     launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
@@ -186,7 +186,7 @@ def test_a_kv_cache_leaves_one_token_of_each_pass_but_the_first():
 def test_each_call_of_attention_with_a_cache_takes_two_launches_more():
     """Without shorter kernels the step is as long as before, and these launches are the CPU's."""
     case = case_of(file_of(AGAIN))
-    graph = inference_changes.kv_cache(case).graph
+    graph = inference.kv_cache(case).graph
     passes, layers = 5, 2  # without the prompt's
     added = sum(graph.lag) - sum(case.graph.lag)
     assert added / 1e3 == pytest.approx(3 * passes * layers * 2 * case.launch_us, rel=0.01)
@@ -210,7 +210,7 @@ def test_each_step_may_be_one_pass():
     assert all(after == before + 1 for before, after in pairwise(lengths))
     case = case_of(file_of(EACH_STEP))
     assert case.recomputed_tokens == (lengths[0], lengths[-1])
-    evidence = inference_changes.kv_cache(case).evidence
+    evidence = inference.kv_cache(case).evidence
     assert f"here from {lengths[0]} to {lengths[-1]}:" in evidence
 
 
@@ -249,7 +249,7 @@ def without_shapes(events):
 def test_only_passes_that_each_have_one_token_more_recompute_tokens(tmp_path, edit):
     case = case_of(edited(file_of(AGAIN), tmp_path, edit))
     assert case.recomputed_tokens is None
-    assert inference_changes.kv_cache(case) is None and inference_changes.static_cache(case) is None
+    assert inference.kv_cache(case) is None and inference.static_cache(case) is None
 
 
 def test_a_growing_cache_and_training_recompute_no_tokens(tmp_path):
@@ -301,7 +301,7 @@ def test_many_values_are_told_to_be_read_at_once(tmp_path, left, at_once):
                         e["name"] = "aten::other" if e["cat"] == "cpu_op" else "cudaEventRecord"
 
     file = edited(file_of("norms/one_by_one"), tmp_path, of_fewer_reads)
-    one = cpu_changes.remove_sync(case_of(file))
+    one = waits.remove_sync(case_of(file))
     assert f"aten::item {left} times" in one.evidence
     assert ("torch.stack" in one.how) == at_once
 

@@ -12,7 +12,7 @@ from test_many_ranks import said
 from test_ranks import as_json, document, length, marks, slices, spans
 
 from tracereader import cli
-from tracereader.findings import rank_changes
+from tracereader.changes import ranks as rank_changes
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 
@@ -74,7 +74,7 @@ SHOWN = {(before, change, after) for before, change, after in PAIRS if after == 
 @pytest.mark.parametrize("after", ["pipeline_few", "pipeline_uneven", "gradients_one_bucket", "launches_late"])
 def test_a_job_makes_a_change_only_if_it_does_the_same_work(before, after):
     first, second = (opened(ranks_of(run), View())[0] for run in (before, after))
-    made = {(before, change, after) for change, judge in rank_changes.MADE.items() if judge(first, second)}
+    made = {(before, change, after) for change, judge in rank_changes.FOLLOWED.items() if judge(first, second)}
     assert made == {one for one in SHOWN if one[0] == before and one[2] == after}
 
 

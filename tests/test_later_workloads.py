@@ -13,11 +13,11 @@ from references import recording
 from test_opportunities import of_kernels, priced_changes, raw_events
 
 from tracereader import cli
+from tracereader.changes import attention, catalogue, copies, fusion, graphs, layout, work_ahead
+from tracereader.changes.context import Case
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
 from tracereader.figures.uncompiled_flex import uncompiled_flex
-from tracereader.findings import copy_changes, cpu_changes, gpu_changes, graph_changes, made
-from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.trace import read
 
@@ -121,7 +121,7 @@ def test_ops_without_runtime_calls_count_as_work_on_cpu_tensors(tmp_path, name, 
 
 def test_views_of_gpu_tensors_are_no_work_on_cpu_tensors():
     """The cells of an LSTM take the views of 64 time steps at once, in half a millisecond."""
-    assert cpu_changes.cpu_tensors(case_of(recording("lstm/cells"))) is None
+    assert work_ahead.cpu_tensors(case_of(recording("lstm/cells"))) is None
 
 
 def beside_the_model(events):
@@ -148,8 +148,8 @@ def beside_the_model(events):
 
 def test_torch_compile_of_the_model_does_not_fuse_what_a_loop_launches_beside_it(tmp_path):
     path = recording("trained/eager")
-    before = gpu_changes.fuse_pointwise(case_of(path))
-    after = gpu_changes.fuse_pointwise(case_of(edited(path, tmp_path, beside_the_model)))
+    before = fusion.fuse_pointwise(case_of(path))
+    after = fusion.fuse_pointwise(case_of(edited(path, tmp_path, beside_the_model)))
     kernels = [int(re.match(r"([\d,]+) kernels", one.evidence)[1].replace(",", "")) for one in (before, after)]
     assert kernels[0] == kernels[1] > 0
 
@@ -206,7 +206,7 @@ def test_kernels_of_batch_normalization_with_few_blocks_get_the_layout_that_fits
         if "Input Dims" in one["args"]:
             one["args"]["Input Dims"] = [dims]
     file.write_text(json.dumps(document))
-    assert gpu_changes.small_grids(case_of(file)).how.startswith(advice)
+    assert layout.small_grids(case_of(file)).how.startswith(advice)
 
 
 VOCABULARY = TESTS / "h100/vocabulary"
@@ -236,7 +236,7 @@ def test_compiled_batch_norms_save_no_calls(file, monkeypatch):
     assert of_batch_norms(raw_events(file)) > 0.4
     assert "fuse_pointwise" not in priced_changes(file)
     assert "fuse_pointwise" in priced_changes(VOLUMES), "which are normalized one by one"
-    monkeypatch.setattr(gpu_changes, "MOSTLY_BATCH_NORM", 2)
+    monkeypatch.setattr(fusion, "MOSTLY_BATCH_NORM", 2)
     assert "compiled code takes" in priced_changes(file)["fuse_pointwise"].evidence
 
 
@@ -266,8 +266,8 @@ def test_a_loss_that_takes_little_time_is_not_named():
 def test_compiled_batch_norms_of_volumes_are_not_told_to_be_compiled():
     """Two blocks of 13 each read 25.7 MB in 2.9 ms; eager's kernels have a block for each channel and take 0.16 ms."""
     eager, compiled = (case_of(BATCH_NORMS / f"{name}.json.gz") for name in ("video", "video_compile"))
-    assert gpu_changes.small_grids(eager).how.startswith("channels_last_3d, because")
-    assert gpu_changes.small_grids(compiled).how == (
+    assert layout.small_grids(eager).how.startswith("channels_last_3d, because")
+    assert layout.small_grids(compiled).how == (
         "another layout, or this op outside of torch.compile (torch.compiler.disable)"
     )
     slow = [
@@ -275,7 +275,7 @@ def test_compiled_batch_norms_of_volumes_are_not_told_to_be_compiled():
     ]
     assert {e["name"].startswith("triton_red_fused") for e in slow} == {True}
     assert {math.prod(e["args"]["grid"]) for e in slow} == {26}
-    assert "torch.compile" not in graph_changes.cuda_graph(eager).how
+    assert "torch.compile" not in graphs.cuda_graph(eager).how
 
 
 def small_copies(events):
@@ -286,8 +286,8 @@ def small_copies(events):
 
 def test_copies_of_small_tensors_are_no_batches(tmp_path):
     path = recording("copies/blocking")
-    batches = copy_changes.overlap_copies(case_of(path))
-    small = copy_changes.overlap_copies(case_of(edited(path, tmp_path, small_copies)))
+    batches = copies.overlap_copies(case_of(path))
+    small = copies.overlap_copies(case_of(edited(path, tmp_path, small_copies)))
     assert batches.title is None and "pin the batches" in batches.how and "1 copy of 77.1 MB" in batches.evidence
     assert small.title == "make small tensors on the GPU" and 'device="cuda"' in small.how
 
@@ -482,7 +482,7 @@ def test_kernels_of_an_uncompiled_flex_attention_are_not_fused_beside_it():
     beside = [
         one for one in launches if not any(e["ts"] <= one["ts"] < end(e) and e["tid"] == one["tid"] for e in calls)
     ]
-    fused = gpu_changes.fuse_pointwise(case_of(FLEX / "two_layers.json.gz")).evidence
+    fused = fusion.fuse_pointwise(case_of(FLEX / "two_layers.json.gz")).evidence
     assert 0 < int(fused.split(" kernels")[0]) < len(beside) < len(launches) / 2
 
 
@@ -496,9 +496,9 @@ def test_compiled_flex_attention_of_half_the_tokens_is_other_work(tmp_path):
                 e["args"]["Input Dims"] = json.loads(dims)
 
     before, after = (Side(summarize(read(FLEX / f"two_layers{how}.json.gz"))) for how in ("", "_compiled"))
-    assert made.MADE["compile_flex"](before, after)
+    assert catalogue.BY_NAME["compile_flex"].followed(before, after)
     half = edited(FLEX / "two_layers_compiled.json.gz", tmp_path, of_half_the_tokens)
-    assert not made.MADE["compile_flex"](before, Side(summarize(read(half))))
+    assert not catalogue.BY_NAME["compile_flex"].followed(before, Side(summarize(read(half))))
 
 
 def test_copies_of_an_uncompiled_flex_attention_are_its_own():
@@ -515,8 +515,8 @@ def test_copies_of_an_uncompiled_flex_attention_are_its_own():
 def test_attention_that_is_written_out_beside_an_uncompiled_flex_attention_is_to_be_fused():
     """The model has one of the first kind and two of the second, and is trained."""
     case = case_of(FLEX / "beside_written_out.json.gz")
-    assert "uncompiled flex_attention: 1 call and its backward" in gpu_changes.compile_flex(case).evidence
-    assert "2 softmaxes between batched products and their backward" in gpu_changes.fused_attention(case).evidence
+    assert "uncompiled flex_attention: 1 call and its backward" in attention.compile_flex(case).evidence
+    assert "2 softmaxes between batched products and their backward" in attention.fused_attention(case).evidence
     softmax = [e for e in raw_events(FLEX / "beside_written_out.json.gz") if e.get("name") == "aten::_softmax"]
     assert len(softmax) == 3 * 2  # in two steps
 

@@ -19,8 +19,8 @@ from test_later_workloads import case_of, edited
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
+from tracereader.changes import fusion
 from tracereader.figures import summarize
-from tracereader.findings import gpu_changes
 from tracereader.trace import read
 
 H100 = Path(__file__).resolve().parent / "traces/h100"
@@ -282,7 +282,7 @@ def test_a_fused_kernel_reaches_the_memory_bandwidth_where_eagers_do_not():
     moved = [2 * 2 * rows * columns + 2 * rows for (rows, columns), *_ in (e["args"]["Input Dims"] for e in scaled)]
     expected = sum(moved) / (0.85 * 3350e3)  # µs
     case = case_of(file_of("quantized/eager"))
-    told = gpu_changes.fuse_pointwise(case).evidence
+    told = fusion.fuse_pointwise(case).evidence
     number, unit = re.search(r"fused, they take about ([\d.]+) (µs|ms)", told).groups()
     assert float(number) * {"µs": 1, "ms": 1e3}[unit] == pytest.approx(expected, rel=0.1)
 

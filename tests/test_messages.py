@@ -9,9 +9,9 @@ from test_many_ranks import said, shown
 from test_ranks import FOLDER, RUNS, as_json, changed, end, length, marks, slices, spans
 
 from tracereader import cli
+from tracereader.changes import ranks as rank_changes
 from tracereader.figures.rank import Call, Group, Part
 from tracereader.figures.ranks import joined
-from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
 from tracereader.replay import graph_of
 from tracereader.show.ranks import opened

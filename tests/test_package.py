@@ -181,8 +181,9 @@ def test_no_circle():
 
 
 def test_imports_run_downward():
-    """show -> findings -> replay -> figures -> trace; the reader imports neither torch nor common/."""
-    floors = {"trace": 0, "figures": 1, "replay": 2, "findings": 3, "show": 5}
+    """show -> changes -> findings, replay -> figures -> trace; the reader imports neither torch nor common/."""
+    floors = {"trace": 0, "figures": 1, "replay": 2, "findings": 2, "changes": 3, "show": 5}
+    beside = {"findings": "replay", "replay": "findings"}
     for module, named in imports("tracereader").items():
         floor = floors.get(module.split(".")[1] if "." in module else "", 4)
         for name in named:
@@ -190,6 +191,7 @@ def test_imports_run_downward():
             part = name.split(".")
             if part[0] == "tracereader" and len(part) > 1 and module.split(".")[1:2] and part[1] in floors:
                 assert module.split(".")[1] not in floors or floors[part[1]] <= floor, f"{module} imports {name}"
+                assert beside.get(module.split(".")[1]) != part[1], f"{module} imports {name}"
 
 
 def test_common_knows_no_rung():

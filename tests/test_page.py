@@ -1125,8 +1125,8 @@ def test_the_commands_of_the_documented_workflow_run(tmp_path, before, after, st
 
 def test_an_opportunitys_kernels_are_those_that_it_changes():
     """The named kernels of the change are exactly the casts of the raw events."""
+    from tracereader.changes.catalogue import opportunities
     from tracereader.figures import summarize
-    from tracereader.findings.opportunities import opportunities
     from tracereader.trace import read
 
     trace = read(TRAINING)

@@ -12,11 +12,12 @@ from references import measured as measured_of
 from test_ranks import as_json, changed, document, end, marks, slices
 
 from tracereader import cli
+from tracereader.changes import catalogue, fusion
+from tracereader.changes import ranks as rank_changes
+from tracereader.changes.catalogue import each_priced
+from tracereader.changes.context import Case
 from tracereader.figures import compare, summarize
-from tracereader.findings import gpu_changes, made, rank_changes
 from tracereader.findings.finding import duration, size
-from tracereader.findings.opportunities import each_priced
-from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
@@ -294,13 +295,13 @@ def test_two_jobs_show_which_change_was_made(before, change, after):
     first, second = (opened(ranks_of(job), View())[0] for job in (before, after))
     judged = {one for _, one, _ in PAIRS}
     for pair, shown in (((first, second), {change}), ((second, first), set()), ((first, first), set())):
-        assert {one for one in judged if rank_changes.MADE[one](*pair)} == shown
+        assert {one for one in judged if rank_changes.FOLLOWED[one](*pair)} == shown
 
 
-@pytest.mark.parametrize(("before", "change", "after"), [pair for pair in PAIRS if pair[1] in made.MADE])
+@pytest.mark.parametrize(("before", "change", "after"), [pair for pair in PAIRS if pair[1] in catalogue.BY_NAME])
 def test_two_traces_of_one_rank_show_which_change_was_made(before, change, after):
     first, second = (compare.Side(measured_of(ranks_of(job)[0])) for job in (before, after))
-    judge = made.MADE[change]
+    judge = catalogue.BY_NAME[change].followed
     assert judge(first, second) and not judge(second, first) and not judge(first, first)
 
 
@@ -327,7 +328,7 @@ def test_the_time_in_which_ddp_sends_buffers_is_summed():
 @pytest.mark.parametrize("around", [FORWARDS[0], "aten::conv2d"])
 def test_a_region_of_torch_compile_without_a_compiled_graph_is_named(tmp_path, around, monkeypatch):
     """torch.compile(DistributedDataParallel(model)) gave such a region around DDP's forward pass, in torch 2.11."""
-    monkeypatch.setattr(gpu_changes, "MOSTLY_BATCH_NORM", 2)  # otherwise compiled code saves this model no CPU time
+    monkeypatch.setattr(fusion, "MOSTLY_BATCH_NORM", 2)  # otherwise compiled code saves this model no CPU time
     path = ranks_of("buffers_sent")[0]
 
     def compiled(found):

@@ -9,8 +9,8 @@ from msgspec import structs
 from raw_events import event
 
 from tracereader import cli
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import Summary, summarize
-from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Reason, Refused
 from tracereader.trace import Trace, read
 

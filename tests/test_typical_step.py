@@ -14,9 +14,9 @@ from conftest import ROOT
 from raw_events import end, event, pace, raw_steps, raw_work
 
 from tracereader import cli
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
 from tracereader.findings.finding import duration
-from tracereader.findings.opportunities import opportunities
 from tracereader.trace import read
 
 H200 = ROOT / "traces" / "reference" / "nvidia-h200"

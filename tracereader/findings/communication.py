@@ -2,8 +2,7 @@
 
 from tracereader.figures import Summary
 from tracereader.figures.communication import Collectives
-from tracereader.findings.finding import size
-from tracereader.findings.opportunity import WORTH_SHOWING
+from tracereader.findings.finding import WORTH_SHOWING, size
 
 # Hidden communication is reported from this share of the step on.
 MUCH_HIDDEN = 0.05

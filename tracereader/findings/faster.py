@@ -15,7 +15,6 @@ MOSTLY = 0.5
 REASONS = 3
 # Kernels are "almost the same" if at least this share of them has the same names.
 ALMOST = 0.9
-FUSABLE = ("pointwise", "normalization", "reduction", "copy")
 
 
 def step_us(side: Side, chosen: bool = False) -> float:

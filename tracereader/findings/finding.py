@@ -12,6 +12,8 @@ import msgspec
 from tracereader.figures import Summary
 from tracereader.findings.device_words import holds_on
 
+# A change is shown only if it saves more than this share of the step. Less exposed communication is not worth a line.
+WORTH_SHOWING = 0.02
 NO_GPU = "no GPU lane: this run was on the CPU"
 OTHER_DEVICE = "it is about another kind of device"
 # The places in a trace where a finding shows, in the cheatsheet's order.

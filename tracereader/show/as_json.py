@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tracereader.changes.catalogue import opportunities
 from tracereader.figures import Summary
 from tracereader.figures.cpu import Cpu
 from tracereader.figures.series import series
@@ -11,7 +12,6 @@ from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Prediction
-from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Refused
 from tracereader.show import warnings
 from tracereader.show.text import strict_json

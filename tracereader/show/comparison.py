@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from tracereader.changes import catalogue
+from tracereader.changes.catalogue import opportunities
+from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary, compare
-from tracereader.findings import differences, faster, gpu_work, made, steps
+from tracereader.findings import differences, faster, gpu_work, steps
 from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
-from tracereader.findings.opportunities import opportunities
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import warnings
 from tracereader.show.text import (
@@ -130,7 +131,7 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
     unprofiled = [one.summary.unprofiled_step_us for one in (base, side)]
     if None not in unprofiled and not compare.only_one_has_gpu_work(base, side):
         found.append(f"without the profiler it {faster.pace(*unprofiled)}")
-    checked = made.checked(base, proposed, side) if proposed else None
+    checked = catalogue.checked(base, proposed, side) if proposed else None
     if checked is None:
         return found
     times = (base.summary.recorded_step_us, checked.measured_us)

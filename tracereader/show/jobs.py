@@ -7,13 +7,14 @@ from statistics import median
 import msgspec
 from rich.console import Console
 
+from tracereader.changes import ranks as rank_changes
+from tracereader.changes.opportunity import Opportunity
 from tracereader.command import BadInput
 from tracereader.figures.rank import Times
 from tracereader.figures.ranks import RanksSummary
-from tracereader.findings import faster, rank_changes
+from tracereader.findings import faster
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show.comparison import in_columns, prediction
 from tracereader.show.ranks import left_out, opened

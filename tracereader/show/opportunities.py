@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity
+from tracereader.changes.opportunity import Opportunity
+from tracereader.findings.finding import WORTH_SHOWING
 from tracereader.replay import Refused
 from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
 

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tracereader import progress
+from tracereader.changes import ranks as rank_changes
 from tracereader.command import BadInput, is_url
 from tracereader.figures import reading
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined
-from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.replay import Refused

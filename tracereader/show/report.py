@@ -10,6 +10,8 @@ from statistics import fmean, median
 from rich.console import Console
 
 from tracereader import expect, progress
+from tracereader.changes.catalogue import opportunities
+from tracereader.changes.opportunity import Opportunity
 from tracereader.command import BadInput, printable
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
@@ -24,8 +26,6 @@ from tracereader.findings import cheatsheet, communication, decoding, recording,
 from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
-from tracereader.findings.opportunities import opportunities
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import (
     chain,

@@ -21,6 +21,9 @@ ONE_PURPOSE = (
 )  # fmt: skip
 # A layer contains a matrix product, convolution or attention, unlike a run of copies or an optimizer's kernels.
 IN_EVERY_LAYER = ("GEMM", "attention", "convolution")
+# What torch.compile fuses, and what it leaves to libraries. How many of the latter a step has says most of its work.
+FUSABLE = ("pointwise", "normalization", "reduction", "copy")
+HEAVY = (*IN_EVERY_LAYER, "communication")
 # Names of work without a family. The op gives no more information about it.
 NO_FAMILY = tuple(does for _, family, does in JOBS if family == "other")
 # Torch ops whose family JOBS does not give.

@@ -4,13 +4,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tracereader.changes import ranks as rank_changes
+from tracereader.changes.catalogue import opportunities
 from tracereader.command import printable
 from tracereader.figures import Summary
 from tracereader.figures.rank import RankTrace
 from tracereader.figures.ranks import RanksSummary
-from tracereader.findings import rank_changes
 from tracereader.findings.finding import Prediction, size
-from tracereader.findings.opportunities import opportunities
 from tracereader.show import report
 from tracereader.show.page import data, files, html, ranked, timeline
 from tracereader.show.page.compared import Runs

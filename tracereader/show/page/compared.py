@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 
 from tracereader import __version__
+from tracereader.changes import catalogue
+from tracereader.changes.catalogue import opportunities
+from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary, compare
-from tracereader.findings import differences, faster, made, steps
+from tracereader.findings import differences, faster, steps
 from tracereader.findings.finding import family_in_words
-from tracereader.findings.opportunities import opportunities
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show.limits import measures
 from tracereader.show.page import data
@@ -94,7 +95,7 @@ def _predicted(sides: Sequence[compare.Side], proposed: Sequence[Opportunity]) -
     """Return the first run's proposals. measured_us: for each other run, its step's time if it makes that change."""
     rows = [{**msgspec.to_builtins(one), "measured_us": []} for one in proposed]
     for side in sides[1:]:
-        found = made.checked(sides[0], proposed, side)
+        found = catalogue.checked(sides[0], proposed, side)
         changes = {one.change for one in found.proposals} if found else set()
         for row in rows:
             row["measured_us"].append(found.measured_us if row["change"] in changes else None)

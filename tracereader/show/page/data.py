@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader import __version__
+from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
@@ -19,7 +20,6 @@ from tracereader.figures.places import by_module_path
 from tracereader.findings import cheatsheet, communication, recording, steps
 from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import warnings
 from tracereader.show.text import capitalized

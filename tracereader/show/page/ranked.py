@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from tracereader import __version__
+from tracereader.changes.opportunity import Opportunity
 from tracereader.figures.rank import RankTrace
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings import ranks as findings
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing

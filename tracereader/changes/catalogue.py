@@ -1,42 +1,55 @@
-"""All changes that a trace suggests and what each would save, sorted by saving."""
+"""All changes that a trace suggests, what each would save, and which of them another run makes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from tracereader import progress
+from tracereader.changes import (
+    attention,
+    batching,
+    copies,
+    fusion,
+    graphs,
+    inference,
+    layout,
+    optimizer,
+    parallel,
+    precision,
+    waits,
+    work_ahead,
+)
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
+from tracereader.changes.same_work import newly_compiled
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
-from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
-from tracereader.findings.batch_changes import BATCH_CHANGES
-from tracereader.findings.copy_changes import COPY_CHANGES
-from tracereader.findings.cpu_changes import CPU_CHANGES
-from tracereader.findings.cpu_only_changes import CPU_ONLY_CHANGES
-from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
+from tracereader.figures.side import Side
 from tracereader.findings.device_words import holds_on, in_its_words
+from tracereader.findings.faster import step_us
 from tracereader.findings.finding import duration, listed
-from tracereader.findings.gpu_changes import GPU_CHANGES
-from tracereader.findings.graph_changes import GRAPH_CHANGES
-from tracereader.findings.inference_changes import INFERENCE_CHANGES
-from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
-from tracereader.findings.parallel_changes import PARALLEL_CHANGES
-from tracereader.findings.precision_changes import PRECISION_CHANGES
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace
 
+WARM_UP = Change("warm_up", "warm up, then record again", "a warm step makes none of these calls")
 CHANGES = (
-    GRAPH_CHANGES
-    + CPU_CHANGES
-    + BATCH_CHANGES
-    + GPU_CHANGES
-    + PRECISION_CHANGES
-    + COPY_CHANGES
-    + PARALLEL_CHANGES
-    + AVOIDABLE_CHANGES
-    + INFERENCE_CHANGES
-    + DEBUGGING_CHANGES
+    *graphs.CHANGES,
+    *waits.CHANGES,
+    *optimizer.CHANGES,
+    *work_ahead.CHANGES,
+    *batching.CHANGES,
+    *fusion.CHANGES,
+    *attention.CHANGES,
+    *layout.CHANGES,
+    *precision.CHANGES,
+    *copies.CHANGES,
+    *parallel.CHANGES,
+    *inference.CHANGES,
+    WARM_UP,
 )
+BY_NAME = {one.name: one for one in CHANGES}
 
 
 def opportunities(
@@ -70,8 +83,8 @@ def warm_up(summary: Summary) -> Opportunity | None:
     after = min(summary.recorded_step_us, us)
     kinds = listed(f"{what} {duration(time)}" for what, time in list(cold.items())[:3])
     return Opportunity(
-        change="warm_up",
-        title="warm up, then record again",
+        change=WARM_UP.name,
+        title=WARM_UP.title,
         step_us=us,
         step_us_after=after,
         saves_us=us - after,
@@ -93,11 +106,14 @@ def each_priced(
     """
     unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
     found = []
-    changes = CHANGES if case.trace.work else CPU_ONLY_CHANGES
+    backend, on_gpu = case.trace.backend, bool(case.trace.work)
+    changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")
-        backend = case.trace.backend
-        proposal = change.propose(case) if holds_on(change.needs, backend) or not case.trace.work else None
+        if on_gpu:
+            proposal = change.propose(case) if holds_on(change.needs, backend) else None
+        else:
+            proposal = change.on_cpu(case)
         if proposal is None:
             continue
         shortens = alone and (kept := _with_collectives(case, proposal.graph)) is not proposal.graph
@@ -135,3 +151,35 @@ def _shorter(case: Case, after: Graph) -> dict[str, int]:
         if now[node] < before[node]:
             found[name] = found.get(name, 0) + before[node] - now[node]
     return found
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """The proposals of a report that another run follows together, and that run's measured step (µs).
+
+    also_compiled: whether that run also compiles its kernels, which none of these predictions includes.
+    """
+
+    proposals: tuple[Opportunity, ...]
+    measured_us: float
+    also_compiled: bool = False
+
+
+def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Checked | None:
+    """Return the proposals of the first run's report that the second run follows; None if it follows none.
+
+    The result is also None if the runs used different devices or batches of a language model. If only the second one
+    waits for a DataLoader, only work that a DataLoader does ahead counts.
+    """
+    first, second = before.summary, after.summary
+    if first.source.devices != second.source.devices or first.source.world_size != second.source.world_size:
+        return None
+    model = [one and (one.facts.phase, one.facts.batch) for one in (first.llm.decoding, second.llm.decoding)]
+    if None not in model and model[0] != model[1]:
+        return None
+    found = tuple(one for one in proposed if (judge := BY_NAME[one.change].followed) and judge(before, after))
+    if second.training.loading and not first.training.loading:
+        found = tuple(one for one in found if one.change == "cpu_tensors")
+    if not found:
+        return None
+    also_compiled = newly_compiled(before, after) and all(one.change == "cuda_graph" for one in found)
+    return Checked(found, step_us(after), also_compiled)

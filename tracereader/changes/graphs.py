@@ -8,7 +8,17 @@ from statistics import median_low
 
 import msgspec
 
+from tracereader.changes.batching import ONE_CALL_US
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.fusion import has_batch_norms_of_volumes, has_ffts, has_rnns, includes_the_loss
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
+from tracereader.changes.vocabulary import CALLING_LAUNCHES, OF_UNKNOWN_SIZE
+from tracereader.changes.waits import READ_A_VALUE, copied, waits_in
 from tracereader.figures.autograd import (
+    BACKWARD,
+    FORWARD,
     added_gradients,
     backward_begins,
     backward_nodes,
@@ -19,28 +29,19 @@ from tracereader.figures.autograd import (
 from tracereader.figures.avoidable import COPYING
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.places import OUTSIDE_PHASES
+from tracereader.figures.side import Side
 from tracereader.figures.sizes import MATMULS
 from tracereader.figures.steps import labels
 from tracereader.figures.training import asking
-from tracereader.findings.batch_changes import ONE_CALL_US
-from tracereader.findings.cpu_changes import READ_A_VALUE, copied, waits_in
 from tracereader.findings.device_words import CUDA_OR_HIP
+from tracereader.findings.faster import ALMOST, graphs_launched, share_in_graphs, share_kept
 from tracereader.findings.finding import counted, duration, how_often, listed
-from tracereader.findings.gpu_changes import (
-    CALLING_LAUNCHES,
-    HEAVY,
-    OF_UNKNOWN_SIZE,
-    has_batch_norms_of_volumes,
-    has_ffts,
-    has_rnns,
-    includes_the_loss,
-)
-from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations, without_ops, without_waits
 from tracereader.replay.changes import Run, launches_between_waits
 from tracereader.trace import Op, Step, Work
-from tracereader.trace.families import says
+from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS, REGION
 
@@ -629,7 +630,44 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     )
 
 
-GRAPH_CHANGES = (
-    Change("cuda_graph", "replay the step as a CUDA graph", cuda_graph, CUDA_OR_HIP),
-    Change("update_graph", "replay the code after backward as a CUDA graph", update_graph, CUDA_OR_HIP),
+def _follows_cuda_graph(before: Side, after: Side) -> bool:
+    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or compiled ones."""
+    of_optimizers = sum(one.launches for one in after.summary.training.optimizers)
+    work = after.summary.gpu_work
+    mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
+    if graphs_launched(before) or not mostly or _follows_update_graph(before, after):
+        return False
+    return (compiled(after) and same_products_as_long(before, after)) or share_kept(before, after) >= ALMOST
+
+
+def _follows_update_graph(before: Side, after: Side) -> bool:
+    """CUDA graphs launch more of about the same kernels, and code after backward takes at most half the CPU time."""
+    if share_in_graphs(after) <= share_in_graphs(before) or share_kept(before, after) < ALMOST:
+        return False
+    was, now = ({one.name: one for one in side.summary.places.by_phase} for side in (before, after))
+    if not was.keys() & now.keys() >= {OUTSIDE_PHASES, FORWARD, BACKWARD}:
+        return False
+    # The two processes' CPU speeds may differ, and if the model is in a graph, too, its CPU time decreases.
+    model = [side[FORWARD].cpu_us + side[BACKWARD].cpu_us for side in (was, now)]
+    kept = now[OUTSIDE_PHASES].pieces >= ALMOST * was[OUTSIDE_PHASES].pieces
+    return kept and now[OUTSIDE_PHASES].cpu_us * model[0] <= LEFT * was[OUTSIDE_PHASES].cpu_us * model[1]
+
+
+CHANGES = (
+    Change(
+        "cuda_graph",
+        "replay the step as a CUDA graph",
+        "a value that the step reads does not change what follows",
+        cuda_graph,
+        _follows_cuda_graph,
+        needs=CUDA_OR_HIP,
+    ),
+    Change(
+        "update_graph",
+        "replay the code after backward as a CUDA graph",
+        "the code computes with no numbers of Python that change",
+        update_graph,
+        _follows_update_graph,
+        needs=CUDA_OR_HIP,
+    ),
 )

@@ -6,10 +6,15 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
 from operator import attrgetter
 
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.same_jobs import gathers_less, reduces_less_often, sends_no_buffers
+from tracereader.changes.same_work import same_heavy, same_products
 from tracereader.figures.gpu_time import is_communication
+from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration
-from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.intervals import Lengths, union
@@ -24,6 +29,7 @@ from tracereader.trace.labels import (
     GATHERS_AGAIN,
     OLDER_FSDP,
     OPTIMIZER,
+    REDUCERS_CALLS,
     REDUCES_A_BLOCK,
 )
 
@@ -199,8 +205,50 @@ def _broadcasts(step: Step) -> Iterator[list[Op]]:
             yield leading
 
 
-PARALLEL_CHANGES = (
-    Change("keep_parameters", "keep gathered parameters for the backward pass", keep_parameters),
-    Change("keep_buffers", "keep each rank's own buffers", keep_buffers),
-    Change("reduce_once", "reduce gradients once per optimizer step", reduce_once),
+def _follows_keep_parameters(before: Side, after: Side) -> bool:
+    """FSDP gathers parameters at most two thirds as often, and the number of products is the same."""
+    was, now = (side.ops["fsdp::all_gather_copy_in"] for side in (before, after))
+    return 0 < now <= 2 / 3 * was and same_products(before, after)
+
+
+def _follows_keep_buffers(before: Side, after: Side) -> bool:
+    """No tensor is sent to all ranks, and the number of products and convolutions is the same."""
+    was, now = (side.ops["c10d::broadcast_"] for side in (before, after))
+    return was > now == 0 and same_heavy(before, after)
+
+
+def _follows_reduce_once(before: Side, after: Side) -> bool:
+    """DDP or FSDP reduces gradients at most two thirds as often, and the number of products is the same."""
+    was, now = (
+        sum(count for name, count in side.ops.items() if name.startswith((REDUCERS_CALLS, "c10d::_reduce_scatter_")))
+        for side in (before, after)
+    )
+    return 0 < now <= 2 / 3 * was and same_products(before, after)
+
+
+CHANGES = (
+    Change(
+        "keep_parameters",
+        "keep gathered parameters for the backward pass",
+        "all parameters fit into memory",
+        keep_parameters,
+        _follows_keep_parameters,
+        jobs_followed=gathers_less,
+    ),
+    Change(
+        "keep_buffers",
+        "keep each rank's own buffers",
+        "batch norms in training read no buffers",
+        keep_buffers,
+        _follows_keep_buffers,
+        jobs_followed=sends_no_buffers,
+    ),
+    Change(
+        "reduce_once",
+        "reduce gradients once per optimizer step",
+        "all passes are of one model; with FSDP, all parameters and gradients fit into memory",
+        reduce_once,
+        _follows_reduce_once,
+        jobs_followed=reduces_less_often,
+    ),
 )

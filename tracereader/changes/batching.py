@@ -6,13 +6,18 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case, Entry
+from tracereader.changes.fusion import BATCH_NORM
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.roofline import LEAST_KERNEL_US, as_one_kernel_us, moving_us
+from tracereader.changes.same_work import LEFT, products, same_flops
 from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import repeated_names
+from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted
-from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, as_one_kernel_us, moving_us
-from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.findings.ops import EMPTY, SLICES
 from tracereader.replay import Graph, fused, with_durations, without_cpu_time
 from tracereader.trace import Op, Step
@@ -267,4 +272,18 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
     return min(count * one.us, max(together, least, LEAST_KERNEL_US))
 
 
-BATCH_CHANGES = (Change("larger_batch", "give each launch more work", larger_batch),)
+def _follows_larger_batch(before: Side, after: Side) -> bool:
+    """The matrix products have the same FLOPs in at most half as many kernels."""
+    was, now = (products(side) for side in (before, after))
+    return len(now) <= LEFT * len(was) and same_flops(was, now)
+
+
+CHANGES = (
+    Change(
+        "larger_batch",
+        "give each launch more work",
+        "products of few rows take as long for twice the rows; no pass needs what another one computes",
+        larger_batch,
+        _follows_larger_batch,
+    ),
+)

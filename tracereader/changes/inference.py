@@ -1,23 +1,89 @@
-"""Changes for a model that is not trained: KV caches, and adapters that are merged with their layers."""
+"""Changes of a model that is not trained: KV caches, merged adapters, fewer logits, no autograd."""
 
+import math
 from bisect import bisect_left
+from collections import Counter
+from itertools import chain
 
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.graphs import can_be_captured, long_runs
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.roofline import LEAST_KERNEL_US, SMALL_PRODUCT_US, moving_us
+from tracereader.changes.same_work import (
+    LEFT,
+    by_calls,
+    is_of_rank,
+    on_the_gpu,
+    same_heavy,
+    same_products,
+    single_products,
+)
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
-from tracereader.figures.decoding import growing_appends
+from tracereader.figures.decoding import CASTS, growing_appends
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.side import Side
+from tracereader.figures.training import unused_nodes
+from tracereader.findings.decoding import head_of_all
 from tracereader.findings.device_words import CUDA_OR_HIP
+from tracereader.findings.faster import graphs_launched
 from tracereader.findings.finding import counted, duration
-from tracereader.findings.gpu_changes import LEAST_KERNEL_US, SMALL_PRODUCT_US, moving_us
-from tracereader.findings.graph_changes import can_be_captured, long_runs
-from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.findings.training import MANY_NODES
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Work
 
+# The CPU time that autograd takes for each op that it records, in launches: 0.75 to 1.45 in four models, recorded twice
+# with and without it on an H100's machine.
+NODE_LAUNCHES = 0.75
 # A cache of one layer appends a key and a value with a launch each.
 APPENDS = 2
 STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
+
+
+def last_logits(case: Case) -> Proposal | None:
+    head, needed = head_of_all(case.summary)
+    if head is None:
+        return None
+    shape, times = head.product, {}
+    for work, one, op in case.activities:
+        # The casts of the logits become shorter, too.
+        of_logits = one is head or (
+            op is not None
+            and op.name in CASTS
+            and (dims := op.inputs.dims_at(0))
+            and math.prod(dims) == shape.m * shape.n
+        )
+        if of_logits:
+            times[work] = one.us * needed / shape.m
+        if one is head and one.bytes_moved and case.peaks:
+            weight = one.bytes_moved * shape.k * shape.n / shape.elements
+            times[work] = min(one.us, max(times[work], moving_us(weight, case.peaks)))
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"the last product makes {shape.m:,} rows of {shape.n:,} logits in {duration(head.us)}; "
+        f"{counted(needed, 'row is', 'rows are')} needed",
+        "logits_to_keep=1 in transformers, or hidden[:, -1:] before the last layer",
+        assumed=True,
+    )
+
+
+def no_autograd(case: Case) -> Proposal | None:
+    """Propose to run a model without autograd, if autograd records many of its ops and the trace has no backward."""
+    if case.summary.training.unused_nodes < MANY_NODES:
+        return None
+    found, typical = case.in_each_step(lambda step: unused_nodes(case.trace, step))
+    spans = []
+    for op in chain.from_iterable(found):
+        until = op.children[0].start if op.children else op.end
+        spans.append((op.track, op.start, min(until, op.start + round(NODE_LAUNCHES * case.launch_us * 1e3))))
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"autograd records {counted(len(typical), 'op')} of a step, and the trace has no backward pass",
+        "torch.inference_mode() or torch.no_grad() around the model, if no backward follows",
+        assumed=True,
+    )
 
 
 def kv_cache(case: Case) -> Proposal | None:
@@ -138,8 +204,80 @@ def merge_adapters(case: Case) -> Proposal | None:
     )
 
 
-INFERENCE_CHANGES = (
-    Change("kv_cache", "keep keys and values in a KV cache", kv_cache),
-    Change("static_cache", "use a static KV cache and CUDA graphs", static_cache, CUDA_OR_HIP),
-    Change("merge_adapters", "merge the adapters' weights", merge_adapters),
+def _follows_static_cache(before: Side, after: Side) -> bool:
+    """CUDA graphs launch most of the second step, and it has as many products and attention kernels."""
+    return bool(not graphs_launched(before) and graphs_launched(after) and same_products(before, after))
+
+
+def _follows_last_logits(before: Side, after: Side) -> bool:
+    """The product with the vocabulary makes only the needed rows, and the number of products is the same."""
+    head, needed = head_of_all(before.summary)
+    if head is None:
+        return False
+    shapes = [one.product for one in single_products(after)]
+    now = [one for one in shapes if (one.k, one.n) == (head.product.k, head.product.n)]
+    return bool(now) and all(one.m <= needed for one in now) and same_products(before, after)
+
+
+def _follows_kv_cache(before: Side, after: Side) -> bool:
+    """Attention has as many calls, and fewer than half of the queries; the number of products is the same."""
+    was, now = (
+        sum(one.attention.queries for one in side.summary.gpu_work if one.attention) for side in (before, after)
+    )
+    return 0 < now <= LEFT * was and by_calls(before, after) and same_products(before, after)
+
+
+def _follows_merge_adapters(before: Side, after: Side) -> bool:
+    """Products of a small rank are gone, and the number and sizes of all other products are the same."""
+    some = [single_products(side) if on_the_gpu(before, after) else side.summary.cpu.work for side in (before, after)]
+    was, now = (Counter(one.product for one in each if one.product and one.product.batch == 1) for each in some)
+    of_rank, left = (sum(count for one, count in each.items() if is_of_rank(one)) for each in (was, now))
+    others = [{one: count for one, count in each.items() if not is_of_rank(one)} for each in (was, now)]
+    return left <= LEFT * of_rank and left < of_rank and others[0] == others[1]
+
+
+def _follows_no_autograd(before: Side, after: Side) -> bool:
+    """Only in the first trace, autograd records ops without a backward. Products and convolutions are the same."""
+    was, now = (side.summary.training.unused_nodes for side in (before, after))
+    return was >= MANY_NODES and not now and same_heavy(before, after) and by_calls(before, after)
+
+
+CHANGES = (
+    Change(
+        "kv_cache",
+        "keep keys and values in a KV cache",
+        "the model is causal; each activity takes one token's share of the time",
+        kv_cache,
+        _follows_kv_cache,
+    ),
+    Change(
+        "static_cache",
+        "use a static KV cache and CUDA graphs",
+        "attention takes as long on the cache of fixed size, which has an empty part",
+        static_cache,
+        _follows_static_cache,
+        needs=CUDA_OR_HIP,
+    ),
+    Change(
+        "merge_adapters",
+        "merge the adapters' weights",
+        "the adapters do not change between the steps",
+        merge_adapters,
+        _follows_merge_adapters,
+        on_cpu=merge_adapters,
+    ),
+    Change(
+        "last_logits",
+        "compute the logits of the last token only",
+        "the product takes the time of fewer rows",
+        last_logits,
+        _follows_last_logits,
+    ),
+    Change(
+        "no_autograd",
+        "run the model without autograd",
+        "no backward follows outside the trace",
+        no_autograd,
+        _follows_no_autograd,
+    ),
 )

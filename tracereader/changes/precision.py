@@ -1,28 +1,35 @@
-"""Changes of element types: TF32 or bf16 on tensor cores, float32 instead of float64."""
+"""Changes of element types: TF32 or bf16 on tensor cores, float32 instead of float64, weights that are cast once."""
 
 import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from tracereader.figures.autograd import in_backward
-from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.hardware import Peaks
-from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import (
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.roofline import (
     CONVOLUTION,
     FP32_PRODUCT,
-    FUSABLE,
     LEAST_KERNEL_US,
     PRODUCT,
     SMALL_PRODUCT_US,
     SOLVES,
     TF32_PRODUCT,
     moving_us,
+    multiplying_us,
     type_of,
 )
-from tracereader.findings.opportunity import Case, Change, Proposal
-from tracereader.replay import with_cpu_time, with_durations
+from tracereader.changes.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
+from tracereader.figures.autograd import in_backward
+from tracereader.figures.decoding import weight_casts
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.hardware import Peaks
+from tracereader.figures.side import Side
+from tracereader.findings.device_words import CUDA_OR_HIP
+from tracereader.findings.finding import counted, duration, listed
+from tracereader.replay import with_cpu_time, with_durations, without_ops
 from tracereader.trace import Op
+from tracereader.trace.families import FUSABLE
 from tracereader.trace.kernel_names import decode
 
 # bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
@@ -38,6 +45,9 @@ WORTH_NAMING = 0.02
 DOUBLE = re.compile(r"\bdouble\b|dgemm|d\d+gemm|f64")
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
+# If the products run on other kernels, at least this share of the fusable kernels remains.
+STAY = 0.7
+TENSOR_CORES = ("TF32", "bf16", "fp16")
 
 
 def tensor_cores(case: Case) -> Proposal | None:
@@ -64,7 +74,7 @@ def _in_tf32(case: Case) -> Proposal | None:
             continue
         reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
         flops = one.flops or one.us * FP32_PRODUCT * case.peaks.fp32 * 1e6
-        us = _multiplying_us(flops, reach * case.peaks.tf32, one.bytes_moved or 0, case.peaks)
+        us = multiplying_us(flops, reach * case.peaks.tf32, one.bytes_moved or 0, case.peaks)
         if us < one.us:
             times[work], spent = us, spent + one.us
             kinds.add("matrix products" if one.family == "GEMM" else "convolutions")
@@ -95,7 +105,7 @@ def _in_two_bytes(case: Case) -> Proposal | None:
             reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
             flops = one.flops or one.us * reached * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
             moved = one.bytes_moved or 0
-            us = _multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
+            us = multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
             if op is not None and not in_backward(op):
                 us += moving_us(moved, peaks)  # the casts of its inputs read and write about as many bytes
         else:
@@ -186,15 +196,85 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
     else:
         rate = max(FP32_PRODUCT * peaks.fp32, TF32_PRODUCT * peaks.tf32 if tf32 else 0.0)
     flops = one.flops or one.us * peaks.fp64 * 1e6
-    return min(one.us, _multiplying_us(flops, rate, (one.bytes_moved or 0) / 2, peaks))
+    return min(one.us, multiplying_us(flops, rate, (one.bytes_moved or 0) / 2, peaks))
 
 
-def _multiplying_us(flops: float, tflops: float, moved: float, peaks: Peaks) -> float:
-    """Return the time (µs) of a product of these FLOPs at this rate (TFLOP/s) that moves these bytes."""
-    return max(flops / tflops / 1e6, moving_us(moved, peaks), SMALL_PRODUCT_US)
+def cast_weights(case: Case) -> Proposal | None:
+    """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
+    if case.trace.trains or case.summary.llm.unneeded.weight_casts is None:
+        return None
+    casts, typical = case.in_each_step(weight_casts)
+    if not typical:
+        return None
+    gpu_us = sum(work.us for _, some in typical for work in some)
+    return Proposal(
+        without_ops(case.graph, [op for some in casts for op, _ in some]),
+        f"{counted(len(typical), 'cast')} of weights and biases: {duration(gpu_us)} of GPU time, "
+        f"{duration(sum(op.us for op, _ in typical))} of CPU time",
+        "convert the model once before the steps, model.to(torch.bfloat16), instead of torch.autocast",
+    )
 
 
-PRECISION_CHANGES = (
-    Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores, CUDA_OR_HIP),
-    Change("single_precision", "compute in float32 instead of float64", single_precision),
+def follows_tensor_cores(before: Side, after: Side) -> bool:
+    """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
+    moved = _moved(before, after, _on_cuda_cores_us, TENSOR_CORES) or _moved(
+        before, after, lambda side: _in_types_us(side, TENSOR_CORES[:1]), TENSOR_CORES[1:]
+    )
+    kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
+    stay = compiled(after) or kernels[1] >= STAY * kernels[0]
+    return moved and stay and same_products(before, after)
+
+
+def _follows_single_precision(before: Side, after: Side) -> bool:
+    """As many products and convolutions run, and at most half of the time of float64 kernels is left."""
+    was, now = (
+        sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and same_products(before, after)
+
+
+def _moved(before: Side, after: Side, slow_us: Callable[[Side], float], fast: Sequence[str]) -> bool:
+    """Return whether at most half of the slow time is left, and products and convolutions of the fast types are new."""
+    was, now = slow_us(before), slow_us(after)
+    return was > 0 and now <= LEFT * was and _in_types_us(before, fast) < _in_types_us(after, fast)
+
+
+def _in_types_us(side: Side, types: Sequence[str]) -> float:
+    return sum(one.us for one in heavy(side) if one.name_says.get("types") in types)
+
+
+def _follows_cast_weights(before: Side, after: Side) -> bool:
+    """Weights are not cast in the steps any more, and the number and the usual type of the products are the same."""
+    was, now = (side.summary.llm.unneeded.weight_casts for side in (before, after))
+    same = usual_type(before) == usual_type(after) and same_products(before, after)
+    return was is not None and now is None and same and by_calls(before, after)
+
+
+def _on_cuda_cores_us(side: Side) -> float:
+    return sum(one.us for one in heavy(side) if one.name_says.get("types") == "fp32" and one.name_says.get("on"))
+
+
+CHANGES = (
+    Change(
+        "tensor_cores",
+        "use TF32 or bf16 on tensor cores",
+        "the rates of good products and convolutions in the shorter type",
+        tensor_cores,
+        follows_tensor_cores,
+        needs=CUDA_OR_HIP,
+    ),
+    Change(
+        "single_precision",
+        "compute in float32 instead of float64",
+        "the rates of good products in float32; kernels that move data take half the time",
+        single_precision,
+        _follows_single_precision,
+    ),
+    Change(
+        "cast_weights",
+        "cast the weights once",
+        "the weights do not change between the steps",
+        cast_weights,
+        _follows_cast_weights,
+    ),
 )

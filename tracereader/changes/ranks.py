@@ -12,23 +12,25 @@ from statistics import fmean, median
 import msgspec
 
 from tracereader import progress
+from tracereader.changes.catalogue import CHANGES, each_priced
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Opportunity, Proposal, Unprofiled, priced, worth_showing
+from tracereader.changes.roofline import TWO_BYTES, moving_us
+from tracereader.changes.same_jobs import (
+    SHARDED,
+    evens_out,
+    evens_out_stages,
+    hides_communication,
+    reduces_in_buckets,
+    sends_half,
+    splits_more,
+)
 from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.rank import is_collective
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
-from tracereader.findings.finding import duration, size
-from tracereader.findings.gpu_changes import TWO_BYTES, moving_us
-from tracereader.findings.opportunities import each_priced
-from tracereader.findings.opportunity import (
-    WORTH_SHOWING,
-    Case,
-    Opportunity,
-    Proposal,
-    Unprofiled,
-    priced,
-    worth_showing,
-)
+from tracereader.findings.finding import WORTH_SHOWING, duration, size
 from tracereader.findings.ranks import (
     PARTS,
     Loss,
@@ -63,7 +65,6 @@ COMES_BACK = 2 / 3
 BESIDE_A_WAIT = 0.2
 # Kernels of half the size take this much longer together. In pipelines of two and four H200s it was 1.08 and 1.09.
 SMALLER_IS_SLOWER = 1.08
-SHARDED = ("all-gather", "reduce-scatter")
 OF_TRAINING = ("all-reduce", *SHARDED)
 # The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,
 # for each of its four bytes.
@@ -126,12 +127,16 @@ class RankCase(msgspec.Struct, frozen=True, dict=True):
 
 
 class RankChange(msgspec.Struct, frozen=True):
-    """One change of all ranks. replayed: returns the rank to replay; None if there is no reason for the change."""
+    """One change of all ranks.
+
+    replayed: returns the rank to replay; None if there is no reason for the change. jobs_followed: see Change.
+    """
 
     name: str
     title: str
     replayed: Callable[[RanksSummary], RankFigures | None]
     propose: Callable[[RankCase], Proposal | None]
+    jobs_followed: Callable[[RanksSummary, RanksSummary], bool] | None = None
 
 
 def can_propose(summary: RanksSummary) -> bool:
@@ -470,114 +475,29 @@ def _how_to_balance(why: Loss | None) -> str:
 
 
 RANK_CHANGES: Sequence[RankChange] = (
-    RankChange("overlap_communication", "hide communication behind compute", _keeps_pace, overlap_communication),
-    RankChange("bucket_size", "reduce gradients in smaller buckets", _keeps_pace, bucket_size),
-    RankChange("in_two_bytes", "communicate in bf16 instead of float32", _keeps_pace, in_two_bytes),
-    RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks),
-    RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches),
-    RankChange("balance_stages", "even out the stages of the pipeline", _slowest_of_a_pipeline, balance_stages),
+    RankChange(
+        "overlap_communication",
+        "hide communication behind compute",
+        _keeps_pace,
+        overlap_communication,
+        hides_communication,
+    ),
+    RankChange("bucket_size", "reduce gradients in smaller buckets", _keeps_pace, bucket_size, reduces_in_buckets),
+    RankChange("in_two_bytes", "communicate in bf16 instead of float32", _keeps_pace, in_two_bytes, sends_half),
+    RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks, evens_out),
+    RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches, splits_more),
+    RankChange(
+        "balance_stages",
+        "even out the stages of the pipeline",
+        _slowest_of_a_pipeline,
+        balance_stages,
+        evens_out_stages,
+    ),
 )
+# By the id of a change, how two jobs show that the second one makes it.
+FOLLOWED = {one.name: one.jobs_followed for one in (*CHANGES, *RANK_CHANGES) if one.jobs_followed}
 
 
 def made(before: RanksSummary, proposed: Sequence[Opportunity], after: RanksSummary) -> tuple[Opportunity, ...]:
     """Return those of the changes proposed for one job that another job shows. The others are not decided."""
-    return tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
-
-
-def _per_step(summary: RanksSummary, figure: Callable[[RankFigures], float]) -> list[float]:
-    """Return a figure of each rank's window, per step."""
-    return [per_step(one, figure(one)) for one in summary.ranks]
-
-
-def _same_work(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether the ranks of two jobs together launch about as many kernels per step, which take about as long."""
-    counts = [sum(_per_step(one, lambda rank: rank.kernels)) for one in (before, after)]
-    times = [sum(_per_step(one, lambda rank: rank.total.compute_us)) for one in (before, after)]
-    return max(counts) <= (1 + SAME_WORK) * min(counts) and max(times) <= SAME_TIME * min(times)
-
-
-def _hides(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether at least half of the exposed communication of one job is hidden in another."""
-    exposed, later = (max(_per_step(one, lambda rank: rank.total.exposed_communication_us)) for one in (before, after))
-    hidden = max(_per_step(after, lambda rank: rank.total.communication_us - rank.total.exposed_communication_us))
-    return _same_work(before, after) and later < exposed / 2 <= hidden
-
-
-def _evens_out(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether the ranks of a job wait for late ranks at most half as long as those of another."""
-    waited, later = (max(_per_step(one, lambda rank: rank.waited_exposed_us)) for one in (before, after))
-    return _same_work(before, after) and later < waited / 2
-
-
-def _splits(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job sends as many bytes per step as another in at least 1.5 times as many messages."""
-    counts = [len(one.messages) / max(1, len(one.steps)) for one in (before, after)]
-    sent = [sum(each.bytes or 0 for each in one.messages) / max(1, len(one.steps)) for one in (before, after)]
-    return counts[1] >= 1.5 * counts[0] > 0 and max(sent) <= (1 + SAME_WORK) * min(sent)
-
-
-def _evens_out_stages(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether at most half remains of what a pipeline's slowest stage computes beyond the mean stage."""
-    beyond = [(slow.us / slow.mean_us - 1 if slow else 0.0) for slow in map(slowest_stage, (before, after))]
-    return _same_work(before, after) and beyond[1] < beyond[0] / 2
-
-
-def _reduces_in_buckets(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job reduces its gradients in several collectives, where another has one per step."""
-    one_each = [one_bucket(one, pace_setter(one)) for one in (before, after)]
-    return _same_work(before, after) and one_each == [True, False]
-
-
-def _kinds(summary: RanksSummary) -> Counter:
-    """Return the number of collectives of each kind per step."""
-    steps = max(1, len(summary.steps))
-    return Counter({kind: count / steps for kind, count in Counter(one.kind for one in summary.matched).items()})
-
-
-def _gathers_less(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job gathers at most two thirds as often as another, and scatters as often."""
-    was, now = map(_kinds, (before, after))
-    gathers, scatters = SHARDED
-    return 0 < now[gathers] <= 2 / 3 * was[gathers] and was[scatters] == now[scatters]
-
-
-def _reductions(summary: RanksSummary) -> tuple[float, float]:
-    """Return the number of collectives that reduce gradients per step, and their bytes together."""
-    reduced = [one.bytes or 0 for one in summary.matched if one.kind in ("all-reduce", "reduce-scatter")]
-    steps = max(1, len(summary.steps))
-    return len(reduced) / steps, sum(reduced) / steps
-
-
-def _reduces_less_often(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job has at most two thirds of the reductions of another, of the same mean size."""
-    (was, of), (now, later) = _reductions(before), _reductions(after)
-    return 0 < now <= 2 / 3 * was and of > 0 and abs(later / now / (of / was) - 1) <= SAME_WORK
-
-
-def _sends_no_buffers(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job has no broadcasts where another has some, and otherwise the same collectives."""
-    was, now = map(_kinds, (before, after))
-    return was.pop("broadcast", 0) > 0 and "broadcast" not in now and was == now
-
-
-def _sends_half(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job has as many reductions as another, of about half the size."""
-    (was, of), (now, later) = _reductions(before), _reductions(after)
-    return 0 < was == now and of > 0 and abs(2 * later / of - 1) <= SAME_WORK
-
-
-# The share by which the number of kernels or bytes of two jobs may differ if one job makes a change of the other, and
-# the factor for the kernels' times. DDP's buckets made compute 1.2 times as long on four H200s.
-SAME_WORK, SAME_TIME = 0.1, 1.5
-# By change, how two jobs show that the second one makes it.
-MADE: dict[str, Callable[[RanksSummary, RanksSummary], bool]] = {
-    "overlap_communication": _hides,
-    "bucket_size": _reduces_in_buckets,
-    "balance_ranks": _evens_out,
-    "keep_parameters": _gathers_less,
-    "keep_buffers": _sends_no_buffers,
-    "reduce_once": _reduces_less_often,
-    "in_two_bytes": _sends_half,
-    "microbatches": _splits,
-    "balance_stages": _evens_out_stages,
-}
+    return tuple(one for one in proposed if (judge := FOLLOWED.get(one.change)) and judge(before, after))

@@ -1,0 +1,548 @@
+"""Changes of attention: a fused kernel, shared keys, masks, plans."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Sequence
+from statistics import median
+
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case, Entry
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.roofline import (
+    ATTENTION,
+    FP32_PRODUCT,
+    SMALL_PRODUCT_US,
+    TF32_PRODUCT,
+    TWO_BYTES,
+    moving_us,
+    type_of,
+)
+from tracereader.changes.same_work import (
+    LEFT,
+    by_calls,
+    equal_single_products,
+    on_the_gpu,
+    same_heavy,
+    same_on_the_cpu,
+    same_products,
+)
+from tracereader.changes.vocabulary import MASKS
+from tracereader.figures.attention import SDPA
+from tracereader.figures.autograd import backward_nodes, in_backward
+from tracereader.figures.avoidable import CUDNN_ATTENTION, SDPA_MATH, planning, triangles
+from tracereader.figures.decoding import expanded, expanded_by_inductor
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.hardware import Peaks
+from tracereader.figures.side import Side
+from tracereader.figures.sizes import product
+from tracereader.figures.steps import self_us
+from tracereader.figures.unfused import BATCHED, SOFTMAX, on_the_cpu
+from tracereader.findings.decoding import filled_part
+from tracereader.findings.device_words import CUDA
+from tracereader.findings.faster import graphs_launched
+from tracereader.findings.finding import counted, duration, listed
+from tracereader.replay import (
+    fused,
+    spans_of,
+    with_cpu_time,
+    with_durations,
+    without_cpu_time,
+    without_ops,
+    without_work,
+)
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.families import FUSABLE, HEAVY
+from tracereader.trace.labels import AUTOGRAD, FLEX_ATTENTION
+
+BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five products instead of two
+# CPU time of a call while the profiler records, on an H200's machine (µs): scaled_dot_product_attention takes 35 to
+# 140, in training 100 to 230, and its backward 130 to 375.
+ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
+# The same of compiled flex_attention on an H100's machine: 272 to 311, and its backward 331 to 456.
+COMPILED_FLEX_CALL_US = 350
+# An op that only the math backend of scaled_dot_product_attention calls, in names of compiled kernels, too.
+SAFE_SOFTMAX = "_safe_softmax"
+SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
+# CPU time of a call of cuDNN's attention that has its plan, while the profiler records, beside an H200.
+PLANNED_CALL_US = 60
+# With fewer keys, the fused kernel is hardly faster: 3.9 and 3.8 ms with 64 keys, and 19 and 20 ms with 256 keys in
+# training. With 256 keys it took 5.7 ms instead of 10.2, 5.9 instead of 8.4 and 11.7 instead of 16.5; with 1,024 keys
+# 28 instead of 146, and 114 instead of 348 in training (the same machine).
+LEAST_KEYS, LEAST_KEYS_IN_TRAINING = 256, 512
+DROPS = ("aten::native_dropout", "aten::bernoulli_")
+ADDS = ("aten::add", "aten::add_")  # a mask to the scores
+
+
+def _is_of_the_layer(op: Op) -> bool:
+    """Return whether this product may be nn.MultiheadAttention's, which calls torch.bmm or torch.baddbmm itself."""
+    calls = op.name in ("aten::bmm", "aten::baddbmm") and not in_backward(op)
+    return calls and all(above.name not in ("aten::matmul", "aten::einsum", SDPA_MATH) for above in op.above())
+
+
+def fused_attention(case: Case) -> Proposal | None:
+    """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
+    if not case.summary.attention.unfused:
+        return None
+    found = [one.scores for one in case.summary.attention.unfused if one.scores]
+    scores = {one.batch * one.queries * one.keys: one for one in found}
+    runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
+    groups, before, forward, backward, math_calls = [], 0.0, 0, 0, []
+    by_layer, falls_back = False, False
+    for run in ([entry for entry in some if flex_call(case, entry[0]) is None] for some in runs):
+        softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
+        gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
+        if not (softmaxes or gradients) or not _products(run):
+            continue
+        us = max(_fused_attention_us(case, run, softmaxes, gradients), SMALL_PRODUCT_US * (softmaxes + gradients))
+        spent = sum(one.us for _, one, _ in run)
+        if us < spent:
+            groups.append(([work for work, _, _ in run], us))
+            before, forward, backward = before + spent, forward + softmaxes, backward + gradients
+            around = (above for _, _, op in run if op is not None for above in op.above())
+            math_calls += [above for above in around if above.name == SDPA_MATH]
+            by_layer |= any(_is_of_the_layer(op) for _, _, op in run if op is not None)
+            falls_back |= any(SAFE_SOFTMAX in one.name for _, one, _ in run)
+    if not groups:
+        return None
+    backwards = " and their backward" if backward else ""
+    return Proposal(
+        case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trace.trains else ATTENTION_CALL_US),
+        f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
+        f"the scores{_sizes_of_scores(case)} are written to memory and read again"
+        + ("; scaled_dot_product_attention falls back to them" if math_calls or falls_back else ""),
+        how_to_fuse(math_calls, falls_back)
+        + ", or nn.MultiheadAttention with need_weights=False" * (by_layer and not falls_back),
+        assumed=True,
+    )
+
+
+def _sizes_of_scores(case: Case) -> str:
+    """Return the queries and keys of the scores that take most time; "" without shapes."""
+    us = Counter()
+    for one in case.summary.attention.unfused:
+        if one.scores:
+            us[one.scores.queries, one.scores.keys] += one.us + one.products_us
+    if not us:
+        return ""
+    (queries, keys), most = us.most_common(1)[0]
+    share = f" ({most / us.total():.0%} of this time)" if len(us) > 1 and us.total() else ""
+    return f"{', mostly' * bool(share)} of {queries:,} x {keys:,}{share}{',' * bool(share)}"
+
+
+def how_to_fuse(math_calls: Sequence[Op], falls_back: bool = False) -> str:
+    """Return how to get fused attention.
+
+    math_calls: those of scaled_dot_product_attention that use its math backend. falls_back: compiled code does so, too.
+    """
+    # torch/nn/attention and sdp_utils.cpp: the fused backends take (batch, heads, length, head size) only.
+    if math_calls and all(op.inputs.dims and len(op.inputs.dims[0]) == 3 for op in math_calls):
+        return "give it four dimensions (batch, heads, length, head size); its fused backends do not take three"
+    if math_calls and all(map(_is_strided, math_calls)):
+        return "call .contiguous() on q, k and v: its fused backends need a stride of 1 in the last dimension"
+    if math_calls or falls_back:
+        return "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
+    return "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)"
+
+
+def _is_strided(attention: Op) -> bool:
+    """Return whether neighbors along the last dimension of q, k or v are not neighbors in memory, as in transposes."""
+    return any(attention.inputs.last_stride_at(place) not in (None, 1) for place in range(3))
+
+
+def compile_flex(case: Case) -> Proposal | None:
+    """Return a proposal to compile flex_attention. Compiled, each of its calls is one call and one kernel.
+
+    Else it computes all scores, also the masked ones. How many are masked is not recorded, so none are assumed to be.
+    """
+    runs = defaultdict(list)
+    for entry in case.activities:
+        if (call := flex_call(case, entry[0])) is not None:
+            runs[call].append(entry)
+    groups, before, backward = [], 0.0, 0
+    for call, run in runs.items():
+        two_bytes = _type_of_flex(call) in TWO_BYTES
+        us = sum(_fused_product_us(one, two_bytes, case.peaks) for one, _ in _products(run))
+        spent = sum(one.us for _, one, _ in run)
+        if 0 < us < spent:
+            groups.append(([work for work, _, _ in run], us))
+            before, backward = before + spent, backward + _is_flex_backward(call)
+    if not groups:
+        return None
+    groups_in_all_steps = case.groups_in_all_steps(groups)
+    calls = {id(call): call for work, _ in groups_in_all_steps if (call := flex_call(case, work[0])) is not None}
+    # A forward runs parts of autograd's engine to find its backward. Without that, the engine's thread waits in it.
+    engines = {op.track for op in backward_nodes(case.step)}
+    spans = [
+        (track, call.start, call.end)
+        for call in calls.values()
+        for track in ({call.track} if _is_flex_backward(call) else {call.track, *engines})
+    ]
+    added = [(call.track, call.start, COMPILED_FLEX_CALL_US) for call in calls.values()]
+    forward = len(groups) - backward
+    backwards = f" and {'its' if forward == 1 else 'their'} backward" if backward else ""
+    return Proposal(
+        with_cpu_time(without_cpu_time(fused(case.graph, groups_in_all_steps), spans), added),
+        f"uncompiled flex_attention: {counted(forward, 'call')}{backwards}, {duration(before)}; the "
+        "scores are written to memory and read again",
+        "torch.compile(flex_attention)",
+        assumed=True,
+    )
+
+
+def flex_call(case: Case, work: Work) -> Op | None:
+    """Return the uncompiled flex_attention that launches this work."""
+    return case.in_flex.get(id(work.launch))
+
+
+def _is_flex_backward(call: Op) -> bool:
+    return call.name != FLEX_ATTENTION and call.name.startswith(FLEX_ATTENTION)
+
+
+def _type_of_flex(call: Op) -> str:
+    """Return the type of queries, keys and values. The products are in fp32 if it is shorter."""
+    of_op = [type_of(op) for op in call.walk() if op.name.startswith(FLEX_ATTENTION)]
+    return next(filter(None, of_op or map(type_of, call.walk())), "")
+
+
+def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
+    if one.product is None or peaks is None:
+        return one.us
+    return one.product.flops / (ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
+
+
+def _products(run: Sequence[Entry]) -> list[tuple[GpuWork, Op]]:
+    return [(one, op) for _, one, op in run if one.family == "GEMM" and op is not None]
+
+
+def _is_softmax(one: GpuWork, op: Op | None, backward: bool) -> bool:
+    if op is not None and op.name in (SOFTMAX, SOFTMAX_BACKWARD):
+        return (op.name == SOFTMAX_BACKWARD) == backward
+    fuses = one.name_says.get("fuses", "")
+    return "softmax" in fuses and "log_softmax" not in fuses and ("backward" in fuses) == backward
+
+
+def _runs_on_scores(case: Case, scores: Container[int]) -> list[list[Entry]]:
+    """Return runs of activities that read or write a whole matrix of scores, split at other heavy kernels.
+
+    scores: the numbers of elements of such matrices.
+    """
+    runs: list[list[Entry]] = [[]]
+    for entry in case.activities:
+        _, one, op = entry
+        if _touched(one, op, scores):
+            runs[-1].append(entry)
+        elif one.family in HEAVY and runs[-1]:
+            runs.append([])
+    return runs
+
+
+def _runs_between_products(case: Case) -> list[list[Entry]]:
+    """Return runs from the first to the last batched product with no other heavy kernel between. It needs no shapes."""
+    runs: list[list[Entry]] = [[]]
+    for entry in case.activities:
+        work, one, op = entry
+        if one.family in HEAVY and (op is None or op.name not in BATCHED):
+            runs.append([])
+        elif work.kind != "memset" and (runs[-1] or one.family == "GEMM"):
+            runs[-1].append(entry)
+    for run in runs:
+        while run and run[-1][1].family != "GEMM":
+            run.pop()
+    return runs
+
+
+def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward: int) -> float:
+    """Return the time (µs) of these forward and backward passes with one fused kernel each."""
+    peaks, products = case.peaks, _products(run)
+    one, op = products[0]
+    # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
+    masked = any(op is not None and op.name in MASKS for _, _, op in run)
+    passes = (forward + BACKWARD_FLOPS * backward) / (1 + masked)
+    # SDPA's math backend multiplies bf16 in fp32, and backward does not name the call that it belongs to.
+    calls = case.step.named(SDPA.__eq__) if in_backward(op) else [one for one in op.above() if one.name == SDPA]
+    asked = calls[0] if calls else op
+    in_two_bytes = (type_of(asked) or one.name_says.get("types")) in TWO_BYTES or any(
+        op is not None and op.name == "aten::copy_" for _, _, op in run
+    )
+    if one.product is not None and peaks is not None:
+        us = 2 * min(item.product.flops for item, _ in products if item.product) / 1e6
+        return us / (ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
+    # Without shapes or peaks: the fused kernel takes as long as the products, at the rate of its own type.
+    us = sum(item.us for item, _ in products) / (forward + 2 * backward) * passes
+    types = (one.name_says.get("types") or "").lower()
+    if peaks is not None and types in ("tf32", "fp32"):
+        reached = TF32_PRODUCT * peaks.tf32 if types == "tf32" else FP32_PRODUCT * peaks.fp32
+        us *= reached / (ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32))
+    return us
+
+
+def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
+    """Return whether an activity reads or writes a whole matrix of scores."""
+    if op is None:
+        return False
+    if one.product is not None:
+        product = one.product
+        sides = (product.m * product.n, product.m * product.k, product.k * product.n)
+        return any(product.batch * side in scores for side in sides)
+    return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)
+
+
+def mask_once(case: Case) -> Proposal | None:
+    if not case.has(("aten::tril", "aten::triu").__contains__):
+        return None
+    made, typical = case.in_each_step(lambda step: [op for group in triangles(step, in_sdpa=False) for op in group])
+    if len(case.trace.steps) < 2 or not all(triangles(step, in_sdpa=False) for step in case.trace.steps):
+        return None
+    return Proposal(
+        without_ops(case.graph, [op for some in made for op in some]),
+        f"every step makes a triangular mask with {listed(dict.fromkeys(op.name for op in typical))}: "
+        f"{duration(sum(op.us for op in typical))} of CPU time",
+        "make the mask once (register_buffer), or pass is_causal=True",
+    )
+
+
+def shared_keys(case: Case) -> Proposal | None:
+    if case.summary.llm.unneeded.expanded is None:
+        return None
+    found, typical = case.in_each_step(expanded)
+    copies = [work for _, some in typical for work in some]
+    if typical:
+        graph = without_ops(case.graph, [op for some in found for op, _ in some])
+    elif places := expanded_by_inductor(case.summary.gpu_work):
+        copies = [case.step.work[place] for place in places]
+        graph = without_work(case.graph, case.in_all_steps(dict.fromkeys(copies, 0.0)))
+    else:
+        return None
+    us = sum(work.us for work in copies)
+    return Proposal(
+        graph,
+        f"{counted(len(copies), 'copy', 'copies')} expand keys and values to all query heads before attention: "
+        f"{duration(us)} of GPU time",
+        "scaled_dot_product_attention(…, enable_gqa=True)",
+    )
+
+
+def shorter_cache(case: Case) -> Proposal | None:
+    filled, attending = filled_part(case.summary)
+    if filled is None:
+        return None
+    mine = {id(one) for one in attending}
+    copies = {id(work) for _, some in expanded(case.step) for work in some}
+    times = {
+        work: one.us - (1 - filled) * _reads_us(one, case)
+        for work, one, _ in case.activities
+        if id(one) in mine or id(work) in copies
+    }
+    keys = attending[0].attention.keys
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"{counted(len(times), 'kernel')} of attention over {keys:,} keys, of which {keys * filled:,.0f} are filled: "
+        f"{duration(sum(work.us for work in times))}",
+        "pass attention only the filled part of the cache, allocate a shorter one, or use flex_attention with a block "
+        "mask",
+        assumed=True,
+    )
+
+
+def _reads_us(one: GpuWork, case: Case) -> float:
+    """Return the part of a kernel's time (µs) that the number of keys decides: the time of its bytes, if known.
+
+    A short kernel does not become shorter with its keys. On an H200, attention of one query in 16 heads takes 5.9 µs
+    with 1,024 keys and 6.3 µs with 524 (rung 5 and the committed generation with a static cache).
+    """
+    if not one.bytes_moved or case.peaks is None:
+        return one.us
+    return min(one.us, moving_us(one.bytes_moved, case.peaks))
+
+
+def attention_plans(case: Case) -> Proposal | None:
+    """Return a proposal to build no plans in the steps. One plan for each op may be the cost of a first call."""
+    if not case.has(lambda name: CUDNN_ATTENTION in name):
+        return None
+    step = case.replayed
+    recurring = {name: calls for name, calls in planning(case.compared).items() if len(calls[0]) > 1}
+    spans, each = [], []
+    for name, (plans, others) in recurring.items():
+        usual_us = median(op.us for op in others) if others else PLANNED_CALL_US
+        spans += [(op.track, op.start + round(usual_us * 1e3), op.end) for op in plans]
+        here, usual = ([op for op in some if step.start <= op.start < step.end] for some in (plans, others))
+        if here:
+            each.append(
+                f"{len(here)} of {counted(len(here) + len(usual), 'call')} of {name} take "
+                f"{duration(sum(op.us for op in here) / len(here))} of CPU time each"
+                + (f", and the others {duration(usual_us)}" if usual else "")
+            )
+    if not each:
+        return None
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"{listed(each)}: cuDNN builds a plan for each shape that is new to the process",
+        "torch.backends.cuda.enable_cudnn_sdp(False), so that another backend computes attention; or pad to a few "
+        "lengths",
+        unrecorded=True,
+    )
+
+
+def fused_attention_on_the_cpu(case: Case) -> Proposal | None:
+    """Return a proposal to fuse attention. Then only its two products take time, and so it is in backward."""
+    found, typical = case.in_each_step(lambda step: list(_large_attentions(case, step)))
+    if not typical:
+        return None
+    forward = [op for some in found for _, between, _ in some for op in between]
+    backward = _backward_of(case, forward)
+    us = sum(self_us(op) for _, between, _ in typical for op in between)
+    also = f", and {duration(sum(op.us for op in backward))} in backward" if backward else ""
+    keys = {_keys(first) for first, _, _ in typical}
+    of_keys = f" of {min(keys):,} keys" if len(keys) == 1 else ""
+    masked = case.trace.trains and any(op.name in ADDS for _, between, _ in typical for op in between)
+    math_calls = [above for first, _, _ in typical for above in first.above() if above.name == SDPA_MATH]
+    return Proposal(
+        without_cpu_time(case.graph, spans_of([*forward, *backward])),
+        f"{counted(len(typical), 'softmax', 'softmaxes')}{of_keys} between batched products: the ops between the "
+        f"products take {duration(us)}{also}"
+        + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
+        how_to_fuse(math_calls) + ", if no gradient of the mask is needed" * masked,
+        assumed=True,
+    )
+
+
+def _large_attentions(case: Case, step: Step) -> Iterator[tuple[Op, list[Op], Op]]:
+    """Yield the products of each attention that is large enough to gain, and the ops that end between them.
+
+    The fused kernel for CPUs refuses dropout.
+    """
+    least = LEAST_KEYS_IN_TRAINING if case.trace.trains else LEAST_KEYS
+    for first, between, last in on_the_cpu(step):
+        drops = any(op.name in DROPS for op in between)
+        if _keys(first) >= least and not drops and id(first) not in case.in_flex:
+            yield first, [op for op in between if op.end <= last.start], last
+
+
+def _keys(product_of_scores: Op) -> int:
+    shape = product(product_of_scores.name, product_of_scores.inputs.dims)
+    return shape.n if shape is not None else 0
+
+
+def _backward_of(case: Case, forward: Sequence[Op]) -> list[Op]:
+    """Return the calls of autograd's engine that compute the gradients of these ops.
+
+    Only the node itself is tied to its op. A checkpoint's node contains a whole backward pass.
+    """
+    begun = {(op.track, op.start) for op in forward}
+    calls = [call for step in case.steps for call in step.named(lambda name: name.startswith(AUTOGRAD))]
+    forward_of = case.trace.forward_of
+    return [
+        call for call in calls if any(forward_of.get((op.track, op.start)) in begun for op in (call, *call.children))
+    ]
+
+
+def _follows_fused_attention(before: Side, after: Side) -> bool:
+    """Softmaxes between batched products are gone, and fused attention of as many queries and keys is new."""
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    if not on_the_gpu(before, after):
+        return gone and same_on_the_cpu(before, after, fused=True)
+    were, fused = (
+        [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
+        for side in (before, after)
+    )
+    scores = {
+        (one.scores.batch, one.scores.queries, one.scores.keys)
+        for one in before.summary.attention.unfused
+        if one.scores
+    }
+    sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
+    same = bool(scores & sizes) and equal_single_products(before, after)
+    return gone and len(fused) > len(were) and same and not graphs_launched(after)
+
+
+def _follows_compile_flex(before: Side, after: Side) -> bool:
+    """Kernels of flex_attention are new, fewer attentions are unfused, and other products and layers are the same."""
+    was, now = (
+        sum("flex_attention" in one.name and one.family == "attention" for one in side.summary.gpu_work)
+        for side in (before, after)
+    )
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    # If the whole model is compiled, it calls the products of linear layers directly.
+    linear = before.ops["aten::linear"] == after.ops["aten::linear"]
+    return gone and now > was and linear and equal_single_products(before, after)
+
+
+def _follows_mask_once(before: Side, after: Side) -> bool:
+    """The step makes no mask any more, and the products and attention are the same."""
+    return (
+        before.summary.attention.mask_made is not None
+        and after.summary.attention.mask_made is None
+        and same_heavy(before, after)
+    )
+
+
+def _follows_shared_keys(before: Side, after: Side) -> bool:
+    """Keys and values are not expanded any more, and the number of products is the same."""
+    was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
+    return was is not None and now is None and by_calls(before, after) and same_products(before, after)
+
+
+def _follows_shorter_cache(before: Side, after: Side) -> bool:
+    """Attention has fewer keys and does not read an empty part of the cache; the number of products is the same."""
+    was, now = (filled_part(side.summary)[0] for side in (before, after))
+    keys = [max((one.attention.keys for one in side.summary.gpu_work if one.attention), default=0)
+            for side in (before, after)]  # fmt: skip
+    return was is not None and now is None and 0 < keys[1] < keys[0] and same_products(before, after)
+
+
+def _follows_attention_plans(before: Side, after: Side) -> bool:
+    """cuDNN's attention takes at most half of the CPU time, and the products are the same."""
+    was, now = (
+        sum(one.self_us for name, one in side.summary.cpu.ops.items() if CUDNN_ATTENTION in name)
+        for side in (before, after)
+    )
+    return was > 0 and now <= LEFT * was and same_products(before, after) and by_calls(before, after)
+
+
+CHANGES = (
+    Change(
+        "fused_attention",
+        "use a fused attention kernel",
+        "the rate of a good attention kernel; a mask is causal, and half of the work",
+        fused_attention,
+        _follows_fused_attention,
+        on_cpu=fused_attention_on_the_cpu,
+    ),
+    Change(
+        "compile_flex",
+        "compile flex_attention",
+        "the rate of a good attention kernel; no pair of a query and a key is masked",
+        compile_flex,
+        _follows_compile_flex,
+    ),
+    Change(
+        "mask_once",
+        "make the mask once",
+        "the mask is the same in each step",
+        mask_once,
+        _follows_mask_once,
+        on_cpu=mask_once,
+    ),
+    Change(
+        "shared_keys",
+        "share keys and values between query heads",
+        "the attention kernel takes keys and values of fewer heads as fast",
+        shared_keys,
+        _follows_shared_keys,
+    ),
+    Change(
+        "shorter_cache",
+        "attend to the filled part of the cache only",
+        "attention reads proportionally less for fewer keys",
+        shorter_cache,
+        _follows_shorter_cache,
+    ),
+    Change(
+        "attention_plans",
+        "avoid cuDNN's plans for new attention shapes",
+        "another backend takes as long on the GPU",
+        attention_plans,
+        _follows_attention_plans,
+        needs=CUDA,
+    ),
+)

@@ -1,0 +1,356 @@
+"""Changes of copies and memory: copies ahead, many copies in one, activations that are kept, allocation."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.same_work import LEFT, compiled, same_heavy, same_products, the_same_work
+from tracereader.figures.avoidable import offloading
+from tracereader.figures.gpu_work import GpuWork, launch_args
+from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.side import Side
+from tracereader.figures.training import recomputed_ops
+from tracereader.findings.device_words import CUDA_OR_HIP
+from tracereader.findings.faster import step_us
+from tracereader.findings.finding import counted, duration, how_often, listed, size
+from tracereader.replay import (
+    is_wait,
+    overlapped,
+    spans_of,
+    with_cpu_time,
+    with_durations,
+    without_cpu_time,
+    without_ops,
+    without_waits,
+    without_work,
+)
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.families import HEAVY
+
+# An H200's machine copies pageable memory at 8 GB/s, and pinned memory at 55 GB/s.
+PAGEABLE_GB_S, PINNED_GB_S = 8, 50
+# If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
+WAITS_LONGER = 2
+# CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
+# so the time that it costs is the CPU's wait for it (remove_sync).
+STAGED_BYTES = 64 * 1024
+# From this many copies in a row on, one copy is proposed. Copies of more than 1 MB do not count: from pinned memory,
+# they take 21 µs or more, about as long as their launch.
+MANY_COPIES, SMALL_BYTES = 8, 1 << 20
+# CPU time (µs) for each tensor that is split from one copy. While the profiler recorded on an H100's machine, a split
+# into 40 tensors took 134 to 173 µs.
+SPLIT_US = 4
+# The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
+ALLOCATES = {
+    runtime + what
+    for runtime in ("cuda", "hip")
+    for what in ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
+}
+GPU_ALLOCATES, GPU_FREES = {"cudaMalloc", "hipMalloc"}, {"cudaFree", "hipFree"}
+COPIES_INPUTS = "aten::_foreach_copy_"
+ALLOCATING_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
+
+
+def no_recompute(case: Case) -> Proposal | None:
+    recomputed = case.summary.training.recomputed
+    if recomputed is None:
+        return None
+    ops = [op for step in case.steps for op in recomputed_ops(step)]
+    return Proposal(
+        without_cpu_time(without_ops(case.graph, ops), _stretches(ops)),
+        f"{counted(recomputed.calls, 'forward op')} run again in backward: "
+        f"{duration(recomputed.gpu_us or 0.0)} of GPU time",
+        "checkpoint fewer blocks, as far as memory allows",
+    )
+
+
+def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
+    """Return the spans from the first to the last of these ops within each parent op of the backward."""
+    by_parent = defaultdict(list)
+    for op in ops:
+        by_parent[id(op.parent)].append(op)
+    return [(some[0].track, min(op.start for op in some), max(op.end for op in some)) for some in by_parent.values()]
+
+
+def overlap_copies(case: Case) -> Proposal | None:
+    """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
+    copied = [one for one in case.activities if one[0].kind == "memcpy" and id(one[0].launch) not in case.offloads]
+    batches = [(work, one) for work, one, op in copied if "HtoD" in one.name and not (op and case.is_internal(op))]
+    results = [(work, one) for work, one, _ in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
+    copies = batches + results
+    if not copies:
+        return None
+    pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
+    times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
+    graph = with_durations(case.graph, case.in_all_steps(times))
+    moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
+    calls = _waiting_with(work.launch for work in moved if work.launch)
+    pinned = {id(work) for work, _ in pageable}
+    batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
+    if not any(id(work) in pinned for work, _ in batches):
+        batch = "copy the next batch with non_blocking=True on a stream of its own while this one is computed"
+    small = all((one.bytes_moved or 0) <= STAGED_BYTES for _, one in batches)
+    if small:
+        batch = 'make these small tensors on the GPU (device="cuda"), or copy them once before the steps'
+    result = (
+        "copy results with non_blocking=True into tensors made with pin_memory=True, on a stream of its own, and read "
+        "them a step later"
+    )
+    evidence = [
+        f"{_amount([one for _, one in some])} {way} the GPU"
+        + (f" {end} pageable memory" if any(id(work) in pinned for work, _ in some) else "")
+        + f": {duration(sum(one.us for _, one in some))}"
+        for some, way, end in ((batches, "to", "from"), (results, "from", "to"))
+        if some
+    ]
+    waits_us = sum(one.us for one in _waiting_with(work.launch for work, _ in copies if work.launch))
+    if waits_us > WAITS_LONGER * sum(one.us for _, one in copies):
+        evidence.append(f"the CPU waits for the GPU in these calls for {duration(waits_us)}, and then it would not")
+    return Proposal(
+        overlapped(without_waits(graph, calls), moved),
+        "; ".join(evidence),
+        "; ".join([batch] * bool(batches) + [result] * bool(results)),
+        assumed=bool(pageable),
+        title="overlap the copies with computation" if batches and results
+        else "copy results while the next step is computed" if results
+        else "make small tensors on the GPU" if small else None,
+    )  # fmt: skip
+
+
+def _amount(copies: Sequence[GpuWork]) -> str:
+    """Return how many copies these are, and of how much."""
+    total = size(sum(one.bytes_moved or 0 for one in copies))
+    return f"1 copy of {total}" if len(copies) == 1 else f"{len(copies):,} copies ({total} in total)"
+
+
+def _waiting_with(copies: Iterable[Op]) -> list[Op]:
+    """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
+    found: dict[int, Op] = {}
+    first: dict[int, Op] = {}  # by the id of the op around them, the first of its copies
+    for call in sorted(copies, key=lambda call: call.start):
+        found[id(call)] = call
+        first.setdefault(id(call.parent), call)
+    for call in first.values():
+        if (op := call.parent) is not None and op.kind == "op":
+            found |= {id(one): one for one in op.children if one.start > call.start and is_wait(one)}
+    return list(found.values())
+
+
+def one_copy(case: Case) -> Proposal | None:
+    """Return a proposal to copy many small tensors of a batch as one, and to split it on the GPU."""
+    if sum("HtoD" in work.name for work in case.step.work) < MANY_COPIES:
+        return None
+    found, typical = case.in_each_step(_small_copies_in_a_row)
+    if not typical:
+        return None
+    spans, added, others, times = [], [], [], {}
+    for run in (run for runs in found for run in runs):
+        track, end = run[0].track, run[0].end
+        spans.append((track, end, run[-1].end))
+        first, *more = [one for op in run for one in op.work_below()]
+        total = sum(map(_bytes, (first, *more)))
+        pageable = "Pageable" in first.name
+        times[first] = max(first.us, total / (PAGEABLE_GB_S if pageable else PINNED_GB_S) / 1e3)
+        others += more
+        # A copy from pageable memory takes the CPU as long. A call that waits does so in the replay, too.
+        waits = any(map(is_wait, run[0].walk()))
+        added.append((track, end, SPLIT_US * len(run) + (times[first] - first.us if pageable and not waits else 0.0)))
+    copies = [one for run in typical for op in run for one in op.work_below()]
+    us = sum(run[-1].end - run[0].start for run in typical) / 1e3
+    return Proposal(
+        without_work(with_cpu_time(without_cpu_time(with_durations(case.graph, times), spans), added), others),
+        f"{len(copies):,} copies in a row to the GPU, of {size(sum(map(_bytes, copies)) / len(copies))} on average: "
+        f"{duration(us)} of CPU time",
+        "concatenate those of one type in the DataLoader's collate_fn, copy the result, and split it on the GPU",
+        assumed=True,
+    )
+
+
+def _bytes(copy: Work) -> int:
+    return launch_args(copy).bytes or 0
+
+
+def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
+    """Return runs of outermost ops that each copy a small tensor to the GPU, with nothing but Python between them."""
+    runs: list[list[Op]] = [[]]
+    for op in step.outermost:
+        work = list(op.work_below())
+        small = work and all("HtoD" in one.name and 0 < _bytes(one) <= SMALL_BYTES for one in work)
+        before = runs[-1][-1] if runs[-1] else op
+        if not small or op.track != before.track or op.start - before.end > PAUSE_US * 1e3:
+            runs.append([])
+        if small:
+            runs[-1].append(op)
+    return [run for run in runs if len(run) >= MANY_COPIES]
+
+
+def keep_activations(case: Case) -> Proposal | None:
+    """Return a proposal to keep the activations on the GPU that a forward copies to the CPU and its backward back."""
+    if not case.offloads:
+        return None
+    found, typical = case.in_each_step(offloading)
+    copies = [one for op in typical for one in op.work_below() if one.kind == "memcpy"]
+    out = [one for one in copies if "DtoH" in one.name]
+    if not out:
+        return None
+    return Proposal(
+        without_ops(case.graph, [op for some in found for op in some]),
+        f"{len(out):,} activations ({size(sum(map(_bytes, out)))} in total) are copied to the CPU in forward and back "
+        f"in backward: {duration(sum(one.us for one in copies))}",
+        "do not offload them (save_on_cpu), or offload fewer, as far as the GPU's memory allows",
+    )
+
+
+def allocator(case: Case) -> Proposal | None:
+    if not case.has(ALLOCATES.__contains__):
+        return None
+    calls, typical = case.in_each_step(
+        lambda step: [op for op in step.named(ALLOCATES.__contains__) if op.kind == "runtime"]
+    )
+    if not typical:
+        return None
+    names = Counter(op.name for op in typical)
+    each = listed(f"{name} {how_often(count)}" for name, count in names.most_common(3))
+    seen = f"a step calls {each}, which takes {duration(sum(op.us for op in typical))}"
+    how = (
+        "keep shapes equal from step to step, do not call empty_cache(), pin buffers once; "
+        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
+    allocating = sum(any(op.name in GPU_ALLOCATES for op in some) for some in calls)
+    if allocating > 1 and GPU_ALLOCATES.issuperset(names) and not case.has(GPU_FREES.__contains__):
+        seen += f"; {allocating} of {len(calls)} steps allocate GPU memory, and none frees any"
+        how = (
+            "keep shapes equal from step to step, and no tensors of earlier steps "
+            "(torch.cuda.memory._record_memory_history() lists them); if memory stops growing later, record later steps"
+        )
+    return Proposal(without_cpu_time(case.graph, spans_of(op for some in calls for op in some)), seen, how)
+
+
+def static_inputs(case: Case) -> Proposal | None:
+    """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
+    if not case.summary.launches_graphs:
+        return None
+    copies, typical = case.in_each_step(lambda step: step.named(COPIES_INPUTS.__eq__))
+    if not typical:
+        return None
+    us = sum(work.us for op in typical for work in op.work_below())
+    return Proposal(
+        without_ops(case.graph, [op for some in copies for op in some]),
+        f"copies to the addresses that the CUDA graph reads take {duration(us)} per step",
+        "capture with torch.cuda.graph and write inputs into the tensors that it reads",
+    )
+
+
+def _follows_static_inputs(before: Side, after: Side) -> bool:
+    """Both steps launch about the same kernels as CUDA graphs, and at most half of the copies of inputs remain."""
+    was, now = (
+        sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
+    )
+    graphs = all(any(one.from_graph for one in side.summary.gpu_work) for side in (before, after))
+    return graphs and was > 0 and now <= LEFT * was and same_heavy(before, after)
+
+
+def _follows_allocator(before: Side, after: Side) -> bool:
+    """The kernels are about the same, and at most half of the calls that allocate GPU memory remain."""
+    was, now = (
+        sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATING_CALLS))
+        for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and the_same_work(before, after)
+
+
+def _follows_no_recompute(before: Side, after: Side) -> bool:
+    """Backward recomputes at most half as many forward ops, and no product or attention kernel is new."""
+    was, now = (side.summary.training.recomputed for side in (before, after))
+    first, second = (
+        Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after)
+    )
+    fewer = was is not None and (now.calls if now else 0) <= LEFT * was.calls
+    rest = set(second) <= set(first) and LEFT * first.total() < second.total() <= first.total()
+    return fewer and rest and compiled(before) == compiled(after)
+
+
+def _follows_overlap_copies(before: Side, after: Side) -> bool:
+    """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
+    was, now = (
+        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name or "DtoH" in one.name)
+        for side in (before, after)
+    )
+    shares = [
+        side.summary.steady.exposed_copy_us / side.summary.steady_us
+        if side.summary.steady and side.summary.steady_us
+        else 0.0
+        for side in (before, after)
+    ]
+    gone = shares[1] * step_us(after) <= LEFT * shares[0] * step_us(before)
+    return 0 < was == now and gone and same_heavy(before, after)
+
+
+def _follows_one_copy(before: Side, after: Side) -> bool:
+    """As many bytes are copied to the GPU in at most half as many copies, and the number of products is the same."""
+    was, now = (
+        [one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name] for side in (before, after)
+    )
+    return 0 < len(now) <= LEFT * len(was) and sum(was) == sum(now) and same_products(before, after)
+
+
+def _follows_keep_activations(before: Side, after: Side) -> bool:
+    """At most half of the bytes are copied from the GPU, and to it, and the number of products is the same."""
+    for way in ("DtoH", "HtoD"):
+        was, now = (
+            sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name) for side in (before, after)
+        )
+        if now > LEFT * was or not was:
+            return False
+    return same_products(before, after)
+
+
+CHANGES = (
+    Change(
+        "overlap_copies",
+        "copy the next batch while this one is computed",
+        "a copy beside kernels slows neither; the CPU reads a result one step later",
+        overlap_copies,
+        _follows_overlap_copies,
+        needs=CUDA_OR_HIP,
+    ),
+    Change(
+        "one_copy",
+        "copy the batch as one tensor",
+        "another process puts the tensors into one",
+        one_copy,
+        _follows_one_copy,
+    ),
+    Change(
+        "keep_activations",
+        "keep activations on the GPU",
+        "the activations fit into memory",
+        keep_activations,
+        _follows_keep_activations,
+    ),
+    Change(
+        "no_recompute",
+        "keep activations instead of recomputing them",
+        "the activations fit into memory",
+        no_recompute,
+        _follows_no_recompute,
+    ),
+    Change(
+        "allocator",
+        "allocate no memory in the steps",
+        "memory that is allocated once is reused in every step",
+        allocator,
+        _follows_allocator,
+        needs=CUDA_OR_HIP,
+    ),
+    Change(
+        "static_inputs",
+        "give the CUDA graph its inputs in place",
+        "inputs stay where they are, or are written where the graph reads them",
+        static_inputs,
+        _follows_static_inputs,
+        needs=CUDA_OR_HIP,
+    ),
+)

@@ -1,0 +1,566 @@
+"""Changes by torch.compile: fused kernels, and what compiled code does in each call."""
+
+import bisect
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from statistics import median
+
+from tracereader.changes.attention import flex_call
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case, Entry
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.precision import follows_tensor_cores
+from tracereader.changes.roofline import LEAST_KERNEL_US, moving_us
+from tracereader.changes.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
+from tracereader.changes.vocabulary import (
+    CALLING_LAUNCHES,
+    COMPILED_CALL_LAUNCHES,
+    FOREACH,
+    OF_UNKNOWN_SIZE,
+    is_compiled,
+)
+from tracereader.figures.autograd import backward_begins, in_backward, kept_by_step, outside_model
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.hardware import Peaks
+from tracereader.figures.pace import PAUSE_US, with_a_middle
+from tracereader.figures.side import Side
+from tracereader.figures.steps import compilations
+from tracereader.findings.faster import ALMOST, share_in_common
+from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
+from tracereader.replay import (
+    Graph,
+    fused,
+    is_wait,
+    spans_of,
+    waits_of,
+    with_cpu_time,
+    with_durations,
+    with_smaller_graphs,
+    without_cpu_time,
+)
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.families import FUSABLE, HEAVY, says
+from tracereader.trace.intervals import minus, union
+from tracereader.trace.labels import (
+    ACCUMULATES,
+    COMPILING,
+    DDPS_FORWARD,
+    INDUCTORS_CALL,
+    LOADER,
+    LOOKUP,
+    OPTIMIZERS,
+    REGION,
+    WRAPPERS,
+)
+from tracereader.trace.types import Inputs
+
+# The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
+# takes 466 µs for 67 million elements on an H200.
+TRANSCENDENTAL, OTHER = 40, 3
+COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
+# Inductor fuses at most this many ops into one kernel (max_fusion_size in torch/_inductor/config.py).
+LONGEST_CHAIN = 64
+# A loss has up to 4 reductions in a row, which Inductor fuses. A loop of 16 steps with a reduction in each (331 kernels
+# on an H100) became 31 kernels, took 45 s to compile, and 2.4 ms instead of 5.9. A loop of 48 steps was still being
+# compiled after 110 s, and two of 128 after 230 s.
+MANY_REDUCTIONS, UNROLLED = 4, 12
+# A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own. A
+# batch norm has 3.1 in training, and its backward 3.8 (ResNet-50, ResNet-152). The backward of a layer norm has 1.8 to
+# 4.3 (four recordings).
+BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
+BATCH_NORM = "batch_norm"  # in its ops' names
+# If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
+# three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
+MOSTLY_BATCH_NORM = 0.5
+# The launches of a loss, in its forward and backward together, from which the proposals name it: cross entropy and
+# similar losses launch 5 to 12. With a loss of 58 in reinforcement learning, torch.compile of the model alone made a
+# step on an H100 45% longer; of the model and the loss, 30% shorter.
+MANY_IN_LOSS = 15
+# From this share of the saved time on, the loss is worth compiling. With a vocabulary of 128,256, a step of 19.6 ms
+# took 19.3 ms with a compiled model, and 12.0 ms if the loss was compiled, too.
+MUCH_IN_LOSS = 0.3
+NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
+# What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
+NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
+FFTS = "aten::_fft_"
+SPARSE_PRODUCT, GROUPED_PRODUCTS = "aten::_sparse_addmm", "grouped_mm"
+RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
+# The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
+# layers (PyTorch 2.15, on a CPU).
+GUARDS_LEFT = 0.2
+
+
+def fuse_pointwise(case: Case) -> Proposal | None:
+    if not case.ops_recorded:
+        return None  # equal grids alone show twice as many chains as there are
+    if case.summary.training.has_sparse_gradients:
+        return None  # a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0
+    if case.differentiates_twice or case.summary.debugging.checked_gradients:
+        return None
+    if has_ffts(case):
+        return None  # a Fourier neural operator took 9.4 ms compiled instead of 6.8
+    if case.has(SPARSE_PRODUCT.__eq__):
+        return None  # a graph network with torch.sparse.mm took 5.4 ms compiled instead of 3.9
+    if case.trace.trains and has_rnns(case):
+        return None  # a language model with an LSTM took 12.9 ms compiled instead of 10.7
+    # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
+    saves_calls = case.trace.trains and not case.summary.launches_graphs and not _has_outputs_of_unknown_size(case)
+    if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
+        return None
+    of_the_model = _of_the_model(case)
+    fusable = [entry for entry in of_the_model if _is_fusable(entry)]
+    if saves_calls and _is_mostly_batch_norm(fusable):
+        saves_calls = False
+        if not case.could_gain(FUSABLE) or has_batch_norms_of_volumes(case):
+            return None
+    compiled = sum(one.us for _, one, _ in fusable if is_compiled(one))
+    if 2 * compiled > sum(one.us for _, one, _ in fusable):
+        return None  # the model is already compiled, and the remaining kernels are outside of it
+    eager = {id(work) for work, one, op in fusable if not (is_compiled(one) or _is_in_compiled_code(case, op))}
+    alike = list(_of_equal_size(_runs(case, eager)))
+    # Each chain with the time (µs) of the kernel that replaces it.
+    chains = [
+        (part, _fused_us(part, elements, case.peaks))
+        for elements, some in alike
+        for part in _parts(some)
+        if len(part) > 1
+    ]
+    if not chains:
+        return None
+    before = sum(one.us for chain, _ in chains for _, one, _ in chain)
+    after = sum(us for _, us in chains)
+    # An op that launches a fused kernel does not set memory for it, either.
+    memsets = defaultdict(list)
+    for work, _, op in case.activities:
+        if work.kind == "memset" and op is not None:
+            memsets[id(op)].append(work)
+    in_typical = [
+        ([work for work, _, _ in chain] + [one for op in _ops_of(chain) for one in memsets[id(op)]], us)
+        for chain, us in chains
+    ]
+    if saves_calls:
+        graph = _with_compiled_calls(case, of_the_model, eager, in_typical)
+        saved_us = case.graph.cpu_us - graph.cpu_us
+    else:  # no CPU time is saved: guards, or the calls of compiled batch norms, cost about as much as the removed ops
+        times = {}
+        for (first, *rest), us in case.groups_in_all_steps(in_typical):
+            times |= {first: us, **dict.fromkeys(rest, 0.0)}
+        # A graph's launch does not take part in the guards, and takes less time with fewer kernels.
+        in_graphs = [one for one, us in times.items() if not us and one.from_graph]
+        graph = with_durations(with_smaller_graphs(case.graph, in_graphs) if in_graphs else case.graph, times)
+    kernels = sum(len(chain) for chain, _ in chains)
+    seen = f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
+    seen += f"fused, they take about {duration(after)}"
+    if saves_calls and saved_us > before - after:
+        seen += f"; compiled code takes {duration(saved_us)} less CPU time"
+    how = "torch.compile(model)"
+    if includes_the_loss(case):
+        how = "torch.compile the model and the loss"
+    elif in_loss := _share_in_the_loss(case, chains):
+        part = "all" if round(in_loss, 2) == 1 else f"{in_loss:.0%}"
+        what = "the loss, too" if compiled else "the model and the loss"
+        how = f"torch.compile {what}; {part} of the saved GPU time is in the loss"
+    if any(_reductions(some) >= UNROLLED for _, some in alike):
+        how += "; compiling so many ops in a row may take minutes"
+    regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
+    regions = [one for one in regions if id(one) not in case.in_flex]
+    if regions:
+        seen += "; torch.compile has been called, but its region calls no graph that Inductor compiled"
+        around_ddp = any(below.name == DDPS_FORWARD for region in regions for below in region.children)
+        how = "torch.compile(model), with TORCH_LOGS=graph_breaks"
+        if around_ddp:
+            how = "DistributedDataParallel(torch.compile(model))"
+    return Proposal(graph, seen, how, assumed=True)
+
+
+def _share_in_the_loss(case: Case, chains: Sequence[tuple[list[Entry], float]]) -> float:
+    """Return the share of the chains' saved GPU time that is in the loss; 0 if it is small, or little of the step."""
+    loss = {id(one) for part in _of_the_loss(case.trace, case.step) for one in part}
+    saved = [(sum(one.us for _, one, _ in chain) - us, chain) for chain, us in chains]
+    in_loss = sum(us for us, chain in saved if all(id(work) in loss for work, _, _ in chain))
+    share = in_loss / (sum(us for us, _ in saved) or 1)
+    return share if share >= MUCH_IN_LOSS and in_loss > WORTH_SHOWING * case.graph.recorded_us else 0.0
+
+
+def _with_compiled_calls(
+    case: Case, of_the_model: Sequence[Entry], eager: Container[int], chains: Sequence[tuple[list[Work], float]]
+) -> Graph:
+    """Return the graph of a training step whose model is compiled.
+
+    Triton kernels replace each chain and each other kernel that can be fused. Inductor's code calls the model's other
+    ops. What the threads do between these calls is gone: modules, views, and autograd's engine. eager: the ids of the
+    model's activities that can be fused. chains: those of them that become one kernel, with its time (µs).
+    """
+    model = [
+        (work, op)
+        for work, one, op in of_the_model
+        if op is not None
+        and op.kind == "op"
+        and work.launch is not None
+        and one.family != "communication"
+        and not _is_in_compiled_code(case, op)
+    ]
+    called = {id(op) for work, op in model if id(work) not in eager and work.kind == "kernel"}
+    compiled = {id(op) for work, op in model if id(work) in eager} - called
+    kernels = Counter(id(op) for work, op in model if work.kind == "kernel")
+    in_chains = {id(one) for chain, _ in chains for one in chain}
+    groups = [chain for chain, _ in chains]
+    groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
+    launches = defaultdict(float, {work: 0.0 for work, _ in model})  # the CPU time that is added before each of them
+    for group in groups:
+        if launched := [work for work in group if work.launch is not None]:
+            launches[min(launched, key=lambda work: work.launch.start)] += COMPILED_CALL_LAUNCHES
+    for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
+        if id(op) in compiled:
+            launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op, kernels[id(op)])
+        else:
+            launches[work] += CALLING_LAUNCHES
+    of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
+    of_compiled = case.in_all_steps({work: 0.0 for work, op in model if id(op) in compiled})
+    spans, added = [], [(work.launch.track, work.launch.start, us) for work, us in of_model.items()]
+    for step in case.steps:
+        spans += _between_calls(step, of_model, of_compiled)
+        gradients = step.named(ACCUMULATES.__eq__)
+        added += [(op.track, op.start, CALLING_LAUNCHES * case.launch_us) for op in gradients]
+    graph = fused(case.graph, case.groups_in_all_steps(chains))
+    return with_cpu_time(without_cpu_time(graph, spans), added)
+
+
+def _between_calls(
+    step: Step, of_model: Container[Work], of_compiled: Container[Work]
+) -> Iterator[tuple[tuple, int, int]]:
+    """Yield track, start and end (ns) of what a step's threads do for the model outside the ops that stay.
+
+    What launches nothing for the model for a longer time than a pause of PyTorch's own stays, too. of_model: all
+    activities of the model. of_compiled: those whose ops are replaced.
+    """
+    pause = round(PAUSE_US * 1e3)
+    spans, kept = defaultdict(list), defaultdict(list)
+    stays = [*waits_of(step), *step.named(lambda name: name.startswith(NOT_OF_THE_MODEL))]
+    for work, op in zip(step.work, step.asking, strict=True):
+        if work.launch is None:
+            continue
+        if work in of_model:
+            top = work.launch.outermost_call()
+            spans[top.track].append((top.start, top.end + pause))
+        if work not in of_compiled:
+            stays.append(op if op is not None and op.kind == "op" else work.launch)
+    for op in stays:
+        kept[op.track].append((op.start, op.end))
+    for track, some in spans.items():
+        joined = [(start, end - pause) for start, end in union(some)]
+        yield from ((track, start, end) for start, end in minus(joined, union(kept[track])))
+
+
+def _is_in_compiled_code(case: Case, op: Op | None) -> bool:
+    return case.calls_inductor and op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
+
+
+def _more_kernels(op: Op, kernels: int) -> int:
+    """Return how many more kernels a compiled op has. kernels: those that eager's op launches."""
+    if NORM_BACKWARD.search(op.name):
+        return max(0, NORM_BACKWARD_KERNELS - kernels)
+    return max(0, BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
+
+
+def _has_outputs_of_unknown_size(case: Case) -> bool:
+    """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it.
+
+    Without a kernel for its types, the product of groups reads the sizes of the groups on the CPU.
+    """
+    if any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
+        return True
+    grouped = case.step.named(lambda name: GROUPED_PRODUCTS in name)
+    return any(call.kind == "runtime" and is_wait(call) for op in grouped for call in op.walk())
+
+
+def _is_mostly_batch_norm(fusable: Sequence[Entry]) -> bool:
+    us = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
+    return us >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable)
+
+
+def has_batch_norms_of_volumes(case: Case) -> bool:
+    """Return whether the typical step normalizes volumes over the batch, for which compiled code may be far slower.
+
+    Instance normalization calls the same ops, and is not meant: a compiled 3-D U-Net with it saved 18%.
+    """
+    calls = case.step.named(lambda name: name.startswith("aten::") and BATCH_NORM in name)
+    of_volumes = (op for op in calls if len(op.inputs.dims_at(0) or ()) == 5 and not in_backward(op))
+    return any(all(above.name != "aten::instance_norm" for above in op.above()) for op in of_volumes)
+
+
+def has_rnns(case: Case) -> bool:
+    """Return whether the trace has an RNN of cuDNN or MIOpen. torch.compile leaves nn.LSTM, nn.GRU and nn.RNN eager."""
+    return not case.trace.op_names.isdisjoint(RNNS)
+
+
+def has_ffts(case: Case) -> bool:
+    """Return whether the trace has Fourier transforms. torch.compile leaves them and other complex ops eager."""
+    return case.has(lambda name: name.startswith(FFTS))
+
+
+def includes_the_loss(case: Case) -> bool:
+    """Return whether changes of the model take in a loss of many ops, because it does not wait."""
+    least = MANY_IN_LOSS * len(backward_begins(case.trace, case.step))
+    return sum(map(len, _of_the_loss(case.trace, case.step))) > least and not _of_losses_that_wait(case)
+
+
+def _of_losses_that_wait(case: Case) -> set[int]:
+    """Return the ids of what losses launch that wait for the GPU. Compiled code ends where it waits."""
+    found = _of_the_loss(case.trace, case.step)
+    waits = [op.start for op in waits_of(case.step)] if found else []
+    waiting = (part for part in found if any(part[0].launch.start < wait < part[-1].launch.start for wait in waits))
+    return {id(one) for part in waiting for one in part}
+
+
+@kept_by_step
+def _of_the_loss(trace: Trace, step: Step) -> list[list[Work]]:
+    """Return what a step launches between two heavy activities if a backward pass begins between the two."""
+    begins = backward_begins(trace, step)
+    launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
+    starts = [one.launch.start for one in launched]
+    heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]
+    found: list[list[Work]] = []
+    for place in {bisect.bisect_left(heavy, begin.start) for begin in begins}:
+        if 0 < place < len(heavy):
+            first, last = heavy[place - 1 : place + 1]
+            part = launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
+            found += [part] if part else []
+    return found
+
+
+def _accumulating(case: Case) -> set[int]:
+    """Return the ids of the activities that add gradients to existing ones."""
+    calls = (below for op in case.step.named(ACCUMULATES.__eq__) for below in op.walk())
+    return {id(work) for call in calls for work in call.work}
+
+
+def _of_a_wrapper(op: Op | None) -> bool:
+    """Return whether DDP or FSDP asks for this op. torch.compile of the model does not compile it."""
+    return op is not None and any(above.name.startswith(WRAPPERS) for above in op.above())
+
+
+def _ops_of(chain: Sequence[Entry]) -> list[Op]:
+    return list({id(op): op for _, _, op in chain if op is not None}.values())
+
+
+def _of_the_model(case: Case) -> list[Entry]:
+    """Return the activities that the model itself launches, without copies to and from the GPU.
+
+    An uncompiled flex_attention is left out: see compile_flex. So is a loss that waits.
+    """
+    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
+    not_the_models |= _of_losses_that_wait(case)
+    wrapped = case.has(lambda name: name.startswith(WRAPPERS))
+    return [
+        (work, one, op)
+        for work, one, op in case.activities
+        if id(work) not in not_the_models
+        and "HtoD" not in one.name
+        and "DtoH" not in one.name
+        and not (op is not None and op.name.startswith(FOREACH))
+        and flex_call(case, work) is None
+        and not (wrapped and _of_a_wrapper(op))
+    ]
+
+
+def _is_fusable(entry: Entry) -> bool:
+    """Return whether an activity of the model is of the kinds that torch.compile fuses."""
+    work, one, _ = entry
+    of_cudnn = one.family == "copy" and one.maker.startswith("cuDNN")  # its convolutions' own layout conversions
+    return one.family in FUSABLE and work.kind != "memset" and not of_cudnn
+
+
+def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
+    """Return the kernels that may be fused and follow each other on one stream.
+
+    fusable: the ids of these activities. All others, except memsets, end a run.
+    """
+    runs: list[list[Entry]] = []
+    open_runs: dict[tuple, list] = {}
+    for entry in case.activities:
+        work = entry[0]
+        if work.kind == "memset":
+            continue
+        if id(work) not in fusable:
+            open_runs.pop(work.track, None)
+            continue
+        run = open_runs.get(work.track)
+        if run is None:
+            run = open_runs[work.track] = []
+            runs.append(run)
+        run.append(entry)
+    return runs
+
+
+def _of_equal_size(runs: Iterable[list[Entry]]) -> Iterator[tuple[object, list[Entry]]]:
+    """Yield the kernels of each run that work on equally many elements, with that number."""
+    for run in runs:
+        alike = defaultdict(list)
+        for entry in run if len(run) > 1 else ():
+            alike[_elements(entry)].append(entry)
+        yield from alike.items()
+
+
+def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the parts of a chain that become one kernel each.
+
+    Of many reductions, as an unrolled loop has them, each is in a kernel of its own.
+    """
+    alone = _reductions(chain) > MANY_REDUCTIONS
+    parts: list[list[Entry]] = [[]]
+    for entry in chain:
+        if len(parts[-1]) == LONGEST_CHAIN or (alone and _reductions([entry]) and _reductions(parts[-1])):
+            parts.append([])
+        parts[-1].append(entry)
+    return parts
+
+
+def _reductions(chain: Iterable[Entry]) -> int:
+    return sum(one.family == "reduction" for _, one, _ in chain)
+
+
+def _elements(entry: Entry) -> object:
+    """Return the number of elements of the op's largest input; without shapes, the kernel's grid and block instead."""
+    _, one, op = entry
+    largest = _largest(op.inputs) if op is not None else None
+    return (tuple(one.grid or ()), tuple(one.block or ())) if largest is None else largest
+
+
+@lru_cache(4096)
+def _largest(inputs: Inputs) -> int | None:
+    return max(map(math.prod, inputs.dims), default=None)
+
+
+def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> float:
+    """Return the time (µs) of one kernel that replaces a chain.
+
+    The longest kernel reads and writes as much as the fused one. Without a reduction this one reaches the memory
+    bandwidth, even if eager's kernel does not. If the arithmetic of the chain takes longer, it is the limit.
+    """
+    times = [one.us for _, one, _ in chain]
+    memory = max(times)
+    # A product's own kernel that adds up its parts is beside the chain.
+    reduces = any(one.family in ("reduction", "normalization") and "splitK" not in one.name for _, one, _ in chain)
+    if not reduces:
+        memory = max([_well_moved_us(one, op, peaks) for _, one, op in chain])
+    if not isinstance(elements, int) or peaks is None:
+        return memory
+    flops = sum([_flops_of_one(op.name) for _, _, op in chain if op is not None])
+    return min(sum(times), max(memory, flops * elements / peaks.fp32 / 1e6))
+
+
+def _well_moved_us(one: GpuWork, op: Op | None, peaks: Peaks | None) -> float:
+    """Return a kernel's time (µs); of a pointwise one and of a cast at most the time of a good kernel for its bytes."""
+    if not one.bytes_moved or peaks is None or not (one.family == "pointwise" or (op is not None and _is_cast(op))):
+        return one.us
+    return min(one.us, max(LEAST_KERNEL_US, moving_us(one.bytes_moved, peaks)))
+
+
+def _is_cast(op: Op) -> bool:
+    types = op.inputs.types if op.name == "aten::copy_" else []
+    return len(types) > 1 and types[0] != types[1]
+
+
+@cache
+def _flops_of_one(name: str) -> int:
+    """Return the fp32 FLOPs that an op of this name costs for each element."""
+    return TRANSCENDENTAL if any(word in name for word in COSTLY) else OTHER
+
+
+def recompile(case: Case) -> Proposal | None:
+    if not case.has(lambda name: name.endswith(COMPILING)):
+        return None
+    compiling, typical = case.in_each_step(compilations)
+    if not typical:
+        return None
+    return Proposal(
+        without_cpu_time(case.graph, spans_of(op for some in compiling for op in some)),
+        f"the step compiles with torch.compile: {duration(sum(op.us for op in typical))}",
+        "warm up with every shape, mark changing dimensions (torch._dynamo.mark_dynamic), or pad inputs; "
+        "TORCH_LOGS=recompiles names the guard",
+    )
+
+
+def skip_guards(case: Case) -> Proposal | None:
+    if not case.has(lambda name: name.startswith(LOOKUP)):
+        return None
+    lookups, typical = case.in_each_step(lambda step: step.named(lambda name: name.startswith(LOOKUP)))
+    compiles = case.has(lambda name: name.endswith(COMPILING))
+    if not all(lookups) or (compiles and any(compilations(step) for step in case.trace.steps)):
+        return None
+    each = [sum(op.us for op in some) for some in lookups]
+    # Every step is spared the same time. The saving then agrees with the evidence, whichever steps the replay measures.
+    us = median(with_a_middle(each))
+    spared = [min(1.0, (1 - GUARDS_LEFT) * us / own) if own else 0.0 for own in each]
+    spans = [
+        (op.track, op.start, op.start + round(op.dur * part))
+        for some, part in zip(lookups, spared, strict=True)
+        for op in some
+    ]
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"a step looks up torch.compile's cache and checks guards {how_often(len(typical))}: "
+        f"{duration(us)} of CPU time in the median step",
+        "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after warm-up, if inputs do not change",
+        assumed=True,
+    )
+
+
+def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
+    """Compiled kernels are new, the fusable kernels are fewer or shorter, and the number of products is the same."""
+    rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
+    fewer = len(rows[1]) < ALMOST * len(rows[0])
+    shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
+    attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
+    as_many = same_products(before, after) and attention[0] == attention[1]
+    as_many = as_many and (usual_type(before) == usual_type(after) or follows_tensor_cores(before, after))
+    compiled = newly_compiled(before, after)
+    # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
+    as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
+    return compiled and as_large and (fewer or shorter) and as_many and by_calls(before, after)
+
+
+def _follows_skip_guards(before: Side, after: Side) -> bool:
+    """The kernels are the same, and the cache lookups of torch.compile take at most half the time."""
+    was, now = (
+        sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
+    )
+    same = share_in_common(before, after) == 1 and same_heavy(before, after)
+    return 0 < now <= LEFT * was and by_calls(before, after) and same
+
+
+def _follows_recompile(before: Side, after: Side) -> bool:
+    """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
+    was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
+    return bool(was) and not now and share_in_common(before, after) >= ALMOST and same_heavy(before, after)
+
+
+CHANGES = (
+    Change(
+        "fuse_pointwise",
+        "fuse pointwise kernels with torch.compile",
+        "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
+        fuse_pointwise,
+        _follows_fuse_pointwise,
+    ),
+    Change(
+        "recompile",
+        "avoid recompilation in the steps",
+        "a compiled step takes as long as those that do not compile",
+        recompile,
+        _follows_recompile,
+        on_cpu=recompile,
+    ),
+    Change(
+        "skip_guards",
+        "skip the guards of compiled code",
+        "inputs fulfil the guards in every step",
+        skip_guards,
+        _follows_skip_guards,
+        on_cpu=skip_guards,
+    ),
+)

@@ -1,0 +1,188 @@
+"""An opportunity: one change of the program, and the step's time after it."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tracereader.findings.finding import WORTH_SHOWING
+from tracereader.replay import Graph, cpu_factor, step_us_at
+from tracereader.replay.recorded import TOLERANCE
+
+# An estimated range reaches this share beyond the replayed savings at both ends of the estimate. It is no bound: some
+# measured savings lie outside (docs/opportunities.md).
+REPLAY_ERROR = 0.02
+
+
+class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
+    """A change and the recorded step's time (µs) before and after it.
+
+    unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
+    measure its step without the profiler. estimated_savings: the smallest and the largest share that the change may
+    save without the profiler, which are no bounds: replayed at both ends of the estimate of recording.py, and widened
+    by REPLAY_ERROR; None if that step is known or the estimate does not matter (Case.estimates_after). basis: `replay`
+    if only times and dependencies of this trace are used, `bound` if a hardware limit or a typical rate is assumed.
+    how: one line on how to try it. kernels: the names of the typical step's GPU activities that the change makes
+    shorter or removes; empty if only CPU work changes. replayed: the replayed step divided by the recorded one, if they
+    differ so much that the saving is uncertain; otherwise None. needs_other_ranks: whether the change makes collectives
+    shorter in the trace of one rank of many, which does not show what that saves; only its other savings are counted.
+    """
+
+    change: str
+    title: str
+    step_us: float
+    step_us_after: float
+    saves_us: float
+    basis: str
+    evidence: str
+    how: str
+    unprofiled_step_us: float | None = None
+    unprofiled_step_us_after: float | None = None
+    estimated_savings: tuple[float, float] | None = None
+    kernels: tuple[str, ...] = ()
+    replayed: float | None = None
+    needs_other_ranks: bool = False
+
+    @property
+    def knows_unprofiled(self) -> bool:
+        """Return whether the times without the profiler are known."""
+        return self.unprofiled_step_us is not None and self.unprofiled_step_us_after is not None
+
+    @property
+    def times_us(self) -> tuple[float, float]:
+        """Return the step before and after the change without the profiler, or while recorded if that is unknown."""
+        if self.knows_unprofiled:
+            return self.unprofiled_step_us, self.unprofiled_step_us_after
+        return self.step_us, self.step_us_after
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether what is counted is too little to show, so that only the other ranks' traces show a saving."""
+        return self.needs_other_ranks and not is_worth_showing(self)
+
+    @property
+    def share(self) -> float:
+        """Return the share that the change saves of the step that times_us gives."""
+        before, after = self.times_us
+        return 1 - after / before
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """The graph after a change, the figures that are the reason for it, and how to try it.
+
+    assumed: whether the graph contains a hardware limit or a typical rate. title: a title that is more specific than
+    the change's. shared: the number of today's batches that the changed step serves; its time is given for one batch.
+    unrecorded: whether the change removes CPU time in which nothing is recorded, which the profiler makes no longer.
+    least_us: a time that the step takes at least after the change.
+    """
+
+    graph: Graph
+    evidence: str
+    how: str
+    assumed: bool = False
+    title: str | None = None
+    shared: int = 1
+    unrecorded: bool = False
+    least_us: float = 0.0
+
+
+def priced(
+    name: str,
+    title: str,
+    proposal: Proposal | None,
+    unprofiled: "Unprofiled | None" = None,
+    estimates: "Sequence[Unprofiled]" = (),
+) -> Opportunity | None:
+    """Return the opportunity of a proposal; None without a proposal.
+
+    name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates_after().
+    """
+    if proposal is None:
+        return None
+    before, graph = proposal.graph.recorded_us, proposal.graph
+    # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
+    scale = before / graph.replayed_us
+    after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
+    without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
+    if after > before:
+        estimates = ()  # such a change is not shown: see is_worth_showing()
+    replayed = 1 / scale
+    uncertain = (
+        ""
+        if abs(replayed - 1) <= TOLERANCE
+        else (f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time")
+    )
+    ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
+    return Opportunity(
+        change=name,
+        title=proposal.title or title,
+        step_us=before,
+        step_us_after=after,
+        saves_us=before - after,
+        basis="bound" if proposal.assumed else "replay",
+        evidence=proposal.evidence + uncertain,
+        how=proposal.how,
+        unprofiled_step_us=unprofiled.step_us if unprofiled else None,
+        unprofiled_step_us_after=without,
+        estimated_savings=(max(0.0, min(ends) - REPLAY_ERROR), min(1.0, max(0.0, *ends) + REPLAY_ERROR))
+        if ends
+        else None,
+        replayed=replayed if uncertain else None,
+    )
+
+
+def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: float) -> float:
+    """Return the step's time after a change without the profiler (µs). saves_us: of the recorded step."""
+    factor = 0.0 if proposal.unrecorded else unprofiled.factor
+    after = unprofiled.scale * step_us_at(proposal.graph, factor) / proposal.shared
+    if proposal.unrecorded:
+        after = max(after, unprofiled.step_us - saves_us)
+    return max(after, proposal.least_us)
+
+
+def is_worth_showing(one: Opportunity) -> bool:
+    """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
+    most = one.estimated_savings[1] - REPLAY_ERROR if one.estimated_savings else one.share
+    least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
+    return max(one.share, most) > least and one.saves_us >= 0
+
+
+def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
+    """Return the opportunities that save enough. The largest saving comes first.
+
+    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. If
+    that time is only estimated, the middle of the estimated savings decides the order.
+    """
+    worth = [one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one))]
+    return tuple(sorted(worth, key=lambda one: (-_usual_share(one), -one.saves_us)))
+
+
+def _usual_share(one: Opportunity) -> float:
+    return sum(one.estimated_savings) / 2 if one.estimated_savings else one.share
+
+
+class Unprofiled(msgspec.Struct, frozen=True):
+    """A step's time without the profiler (µs), measured or estimated, and the share of the recorded CPU time it needs.
+
+    factor: that share. scale: that time divided by the replayed time with that CPU time. It differs from 1 if the GPU's
+    own times were different while recording.
+    """
+
+    step_us: float
+    factor: float
+    scale: float
+
+    @classmethod
+    def of(cls, graph: Graph, step_us: float | None, within: float = 0.0) -> "Unprofiled | None":
+        """Return None if the run did not measure its step without the profiler. within: see cpu_factor()."""
+        if not step_us:
+            return None
+        factor = cpu_factor(graph, step_us, within)
+        # Both times come from the same replay, so effects that it does not model affect them in the same proportion.
+        replayed = step_us_at(graph, factor)
+        return cls(step_us, factor, step_us / replayed if replayed else 1.0)
+
+    @classmethod
+    def with_share(cls, graph: Graph, factor: float) -> "Unprofiled":
+        """Return the step that needs this share of the recorded CPU time."""
+        scale = graph.recorded_us / graph.replayed_us
+        return cls(scale * step_us_at(graph, factor), factor, scale)

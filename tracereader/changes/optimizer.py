@@ -1,0 +1,335 @@
+"""Changes of the optimizer and of the code beside it: how many calls update the parameters."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.roofline import as_one_kernel_us
+from tracereader.changes.same_work import LEFT, by_calls, same_heavy, same_products
+from tracereader.figures.autograd import added_gradients
+from tracereader.figures.gpu_work import launch_args
+from tracereader.figures.side import Side
+from tracereader.figures.steps import labels
+from tracereader.findings.finding import counted, duration, how_often, listed
+from tracereader.replay import Graph, fused, with_cpu_time, with_durations, without_cpu_time, without_ops
+from tracereader.replay.changes import spans_of
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
+
+# CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one
+# for each tensor. A fused optimizer with 53 to 291 tensors takes 490 to 2,800 µs (the medians of 15 recordings), which
+# is 0.8 to 1.7 times what these parts give. A foreach optimizer takes 0.8 to 1.6 launches for each tensor with SGD, and
+# 5 to 8 with AdamW, which reads each tensor's count of steps. Others were not recorded, so 4 is in between.
+OPTIMIZER_LAUNCHES, FUSED_TENSOR_LAUNCHES, FOREACH_TENSOR_LAUNCHES = 20, 1.4, 4
+# A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
+# 930 launches, and one group of them 150 to 190.
+GROUP_LAUNCHES, MANY_GROUPS = 8, 8
+# The same in µs if the number of tensors is not known.
+FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
+# A foreach optimizer of a small model launches no more than this many kernels.
+FEW_LAUNCHES = 4
+# A tensor's norm, and what may follow it before the next tensor's.
+NORM = "aten::linalg_vector_norm"
+BETWEEN_NORMS = (
+    "aten::item", "aten::pow", "aten::square", "aten::mul", "aten::add", "aten::add_", "aten::detach", "aten::alias",
+    "aten::to",
+)  # fmt: skip
+# From so many norms in a row on, one call for all of them is worth a look. Its CPU time for each tensor, in launches:
+# clip_grad_norm_() took 4.3 for each of 96 tensors on an H100's machine, and get_total_norm() 3.9 for each of 36.
+MANY_NORMS, NORM_LAUNCHES = 16, 4
+FUSED = "aten::_fused_"  # starts of fused optimizers' ops
+_start = attrgetter("start")
+# From so many gradients on, setting each to zero is worth a look.
+MANY_ZEROED = 8
+# The share of an optimizer's time that its fused form takes: how often this one reads or writes a tensor, divided by
+# how often the loop's ops do (AdamW: 7 of 20, Adam: 7 of 18, SGD with momentum: 5 of 8, Adagrad: 5 of 11). With 50 to
+# 300 parameters of 64 to 4 million elements, two cores of an EPYC took 0.16 to 0.27 (AdamW), 0.21 to 0.37 (Adam), 0.27
+# to 0.77 (SGD) and 0.31 to 0.41 (Adagrad) of the loop's time.
+FUSED_SHARE = {"AdamW": 0.35, "Adam": 0.39, "SGD": 0.63, "Adagrad": 0.45}
+# SGD without momentum reads and writes nothing twice. Only the momentum is multiplied.
+MULTIPLIES = ("aten::mul_", "aten::_foreach_mul_")
+
+
+def fused_optimizer(case: Case) -> Proposal | None:
+    loops = [one for one in case.summary.training.optimizers if one.launches > FEW_LAUNCHES and one.faster]
+    if not loops:
+        return None
+    groups, updates, most_groups = [], [], 1
+    fuses = {one.label: one.faster == "fused" for one in loops}
+    for step in case.steps:
+        updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
+        took = [_optimizer_us(case, step, fused) for fused in (False, True)] if updating else []
+        for label in updating:
+            if label.name not in fuses:
+                continue
+            work = sorted(label.work_below(), key=lambda one: one.start)
+            if not work:
+                continue
+            by_op = Counter()
+            for one in work:
+                by_op[one.name] += one.us
+            # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
+            groups.append((work, 2 * by_op.most_common(1)[0][1]))
+            parameter_groups = _parameter_groups(label)
+            most_groups = max(most_groups, parameter_groups)
+            groups_us = (parameter_groups - 1) * GROUP_LAUNCHES * case.launch_us
+            updates.append((label, took[fuses[label.name]] + groups_us))
+    named = [f"{one.faster} {one.name}" for one in loops]
+    return Proposal(
+        _with_updates(case, groups, updates),
+        "; ".join(
+            f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time"
+            for one in loops
+        ),
+        listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops)
+        + f"; put parameters with equal settings into one of its {most_groups} groups" * (most_groups >= MANY_GROUPS),
+        assumed=True,
+        title=f"use the {' and the '.join(named)}",
+    )
+
+
+def fewer_groups(case: Case) -> Proposal | None:
+    """Return a proposal to merge parameter groups, each of which costs a foreach or fused optimizer its own calls."""
+    merged, updates, most = [], [], {}
+    for step in case.steps:
+        if len(step.named(_is_on_lists)) < MANY_GROUPS:
+            continue
+        for update in labels(step, OPTIMIZER):
+            by_name = defaultdict(list)
+            for one in sorted(update.work_below(), key=_start):
+                by_name[one.name].append(one)
+            count = _parameter_groups(update)
+            if count < MANY_GROUPS or not by_name:
+                continue
+            most[update.name] = max(most.get(update.name, 0), count)
+            merged += [(some, _merged_us(case, some)) for some in by_name.values()]
+            fuses = any(op.name.startswith(FUSED) for op in update.walk())
+            updates.append((update, _optimizer_us(case, step, fuses)))
+    if not most:
+        return None
+    us = sum(op.us for op in labels(case.replayed, tuple(most)))
+    named = {name.removeprefix(OPTIMIZER).removesuffix(".step"): count for name, count in most.items()}
+    return Proposal(
+        _with_updates(case, merged, updates),
+        f"{listed(f'{name} updates {count} groups of parameters' for name, count in named.items())} with calls of "
+        f"their own: {duration(us)} of CPU time",
+        "put all parameters with equal settings into one group",
+        assumed=True,
+    )
+
+
+def norms_at_once(case: Case) -> Proposal | None:
+    """Return a proposal to compute the norms of many tensors in one call, as clip_grad_norm_() does."""
+    if not case.has(NORM.__eq__):
+        return None
+    runs, typical = case.in_each_step(_norms_in_a_row)
+    if len(norms := [op for op in typical if op.name == NORM]) < MANY_NORMS:
+        return None
+    times, spans, added = {}, [], []
+    for run in filter(None, runs):
+        of_norms = [one for op in run if op.name == NORM for one in op.work_below()]
+        times |= {one: sum(work.us for work in of_norms) for one in list(run[0].work_below())[-1:]}
+        spans.append((run[0].track, run[0].end, run[-1].end))
+        count = sum(op.name == NORM for op in run)
+        added.append((run[0].track, run[-1].end, count * NORM_LAUNCHES * case.launch_us))
+    graph = without_ops(without_cpu_time(case.graph, spans), [op for run in runs for op in run[1:]])
+    reads = sum(op.name == "aten::item" for op in typical)
+    return Proposal(
+        with_cpu_time(with_durations(graph, times), added),
+        f"the norms of {len(norms):,} tensors are computed one by one"
+        + f"; between them the CPU waits {how_often(reads)}" * (reads > 0)
+        + f"; this takes {duration((typical[-1].end - typical[0].start) / 1e3)}",
+        "torch.nn.utils.get_total_norm(gradients), or clip_grad_norm_, which returns the norm of all gradients",
+        assumed=True,
+    )
+
+
+def _norms_in_a_row(step: Step) -> list[Op]:
+    """Return the ops from the first to the last of the most norms of whole tensors that follow each other."""
+    longest, run = [], []
+    for op in (*step.outermost, None):
+        is_norm = op is not None and op.name == NORM and op.inputs.concrete[2:3] in ([""], ["[]"])
+        if is_norm or (run and op is not None and op.name in BETWEEN_NORMS):
+            run.append(op)
+        elif run:
+            while run[-1].name != NORM:
+                run.pop()
+            longest, run = max(longest, run, key=lambda some: sum(op.name == NORM for op in some)), []
+    return longest
+
+
+def _with_updates(case: Case, groups: Iterable[tuple[list[Work], float]], updates: Iterable[tuple[Op, float]]) -> Graph:
+    """Return the graph in which each group is one activity, and these steps of optimizers take the given CPU times.
+
+    groups and updates: each with its time (µs).
+    """
+    updates = list(updates)
+    launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
+    graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
+    return with_cpu_time(graph, [(first.track, first.start, us) for first, us in launches])
+
+
+def _merged_us(case: Case, kernels: Sequence[Work]) -> float:
+    blocks = sum(math.prod(launch_args(one).grid or [1]) for one in kernels)
+    return as_one_kernel_us(case, [one.us for one in kernels], blocks)
+
+
+def _parameter_groups(update: Op) -> int:
+    """Return how many times an optimizer calls each of its foreach or fused ops, once for each parameter group.
+
+    Each type of parameters counts as a group of its own. The result is 1 for a loop over single tensors.
+    """
+    return min(Counter(op.name for op in update.walk() if _is_on_lists(op.name)).values(), default=1)
+
+
+def _is_on_lists(name: str) -> bool:
+    return name.startswith(("aten::_foreach_", FUSED))
+
+
+def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
+    """Return the CPU time (µs) of a fused or a foreach optimizer's step.
+
+    If the step has several, each gets an equal share of the parameters. Their sum does not depend on who has how many.
+    """
+    tensors = _parameters_with_gradients(step)
+    if not tensors or not case.launch_us:
+        return FUSED_OPTIMIZER_US if fused else FOREACH_OPTIMIZER_US
+    each = FUSED_TENSOR_LAUNCHES if fused else FOREACH_TENSOR_LAUNCHES
+    return (OPTIMIZER_LAUNCHES + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
+
+
+def _parameters_with_gradients(step: Step) -> int:
+    """Return the number of parameters that get a gradient in a step; 0 if the step does not show it.
+
+    Only the step's first backward pass gives them new tensors, if the program sets gradients to None before it. Later
+    passes add to these.
+    """
+    given = list(step.named(GIVES_GRADIENT.__eq__))
+    new = [op for op in given if not any(below.name.startswith("aten::add") for below in op.children)]
+    return len(new or given)
+
+
+def no_gradients(case: Case) -> Proposal | None:
+    """Propose to set gradients to None instead of zero; the next backward then adds to none."""
+    zeroed, typical = case.in_each_step(_zeroed)
+    if len(typical) < MANY_ZEROED:
+        return None
+    added, in_typical = case.in_each_step(added_gradients)
+    if not in_typical:
+        return None
+    if case.summary.launches_graphs and len(in_typical) > len(typical):
+        return None  # a backward that a graph replays would overwrite the gradients of the one before
+    # Of several backward passes in a step, only the first one would add to no gradients.
+    in_typical = in_typical[: len(typical)]
+    ops = [op for zeros, adds in zip(zeroed, added, strict=True) for op in (*zeros, *adds[: len(zeros)])]
+    loops = [(zeros[0].track, zeros[0].start, zeros[-1].end) for zeros in zeroed if zeros]
+    us = sum(one.us for op in (*typical, *in_typical) for one in op.work_below())
+    return Proposal(
+        without_ops(without_cpu_time(case.graph, loops), ops),
+        f"{len(typical):,} gradients are set to zero one by one, and backward adds to {len(in_typical):,} of them: "
+        f"{duration(us)} of GPU work",
+        "optimizer.zero_grad(set_to_none=True)",
+        assumed=True,  # that backward can hand over each gradient without a copy
+    )
+
+
+def _zeroed(step: Step) -> list[Op]:
+    """Return the ops in zero_grad() that set a gradient to zero, in order."""
+    return sorted(
+        (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_"),
+        key=lambda op: op.start,
+    )
+
+
+def fused_optimizer_on_the_cpu(case: Case) -> Proposal | None:
+    slow = {
+        one.label: one
+        for one in case.summary.training.optimizers
+        if one.faster == "fused" and not (one.forward_us or one.backward_us)  # of a closure in its time
+    }
+    updates = [op for step in case.steps for op in labels(step, tuple(slow)) if op.name in slow]
+    updates = [op for op in updates if not _is_plain_sgd(op)]
+    if not updates:
+        return None
+    found = [slow[label] for label in dict.fromkeys(op.name for op in updates)]
+    spans = [(op.track, op.start + round(FUSED_SHARE[slow[op.name].name] * op.dur), op.end) for op in updates]
+    each = "; ".join(f"{one.name} ({one.how}) takes {duration(one.cpu_us)} of the step" for one in found)
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"{each}; a fused optimizer reads and writes each tensor once",
+        listed(f"torch.optim.{one.name}(…, fused=True)" for one in found),
+        assumed=True,
+        title=f"use the fused {' and '.join(one.name for one in found)}",
+    )
+
+
+def _is_plain_sgd(update: Op) -> bool:
+    return update.name == f"{OPTIMIZER}SGD.step" and not any(op.name in MULTIPLIES for op in update.walk())
+
+
+def _follows_fused_optimizer(before: Side, after: Side) -> bool:
+    """An optimizer is fused or foreach now, whichever torch offers as faster, and the matrix products are the same."""
+    offered = {one.name: one.faster for one in before.summary.training.optimizers}
+    made = any(one.how and one.how == offered.get(one.name) for one in after.summary.training.optimizers)
+    return made and same_heavy(before, after)
+
+
+def _follows_fewer_groups(before: Side, after: Side) -> bool:
+    """The same optimizer's ops are called at most half as often, and the number of products is the same."""
+    was, now = (
+        sum(count for name, count in side.ops.items() if name.startswith(("aten::_foreach_", "aten::_fused_")))
+        for side in (before, after)
+    )
+    loops = [[(one.name, one.how) for one in side.summary.training.optimizers] for side in (before, after)]
+    return 0 < now <= LEFT * was and loops[0] == loops[1] and same_products(before, after)
+
+
+def _follows_norms_at_once(before: Side, after: Side) -> bool:
+    """At most half as many norms of single tensors are computed, and the number of products is the same."""
+    was, now = (side.ops[NORM] for side in (before, after))
+    return was >= MANY_NORMS and now <= LEFT * was and same_products(before, after) and by_calls(before, after)
+
+
+def _follows_no_gradients(before: Side, after: Side) -> bool:
+    """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
+    was, now = (
+        sum(one.asked_by in ("aten::fill_", "aten::zero_") for one in side.summary.gpu_work) for side in (before, after)
+    )
+    return now <= LEFT * was and was >= MANY_ZEROED and same_heavy(before, after) and by_calls(before, after)
+
+
+CHANGES = (
+    Change(
+        "fused_optimizer",
+        "use the fused optimizer",
+        "the CPU time of a fused or foreach step, by the number of parameters",
+        fused_optimizer,
+        _follows_fused_optimizer,
+        on_cpu=fused_optimizer_on_the_cpu,
+    ),
+    Change(
+        "fewer_groups",
+        "merge parameter groups of the optimizer",
+        "the groups have equal settings",
+        fewer_groups,
+        _follows_fewer_groups,
+    ),
+    Change(
+        "norms_at_once",
+        "compute all norms at once",
+        "nothing needs a single tensor's norm on the CPU",
+        norms_at_once,
+        _follows_norms_at_once,
+    ),
+    Change(
+        "no_gradients",
+        "set gradients to None instead of zero",
+        "backward gives each gradient its tensor without a copy",
+        no_gradients,
+        _follows_no_gradients,
+    ),
+)

@@ -1,0 +1,148 @@
+"""Whether two runs compute the same: what a judge of a change asks before it says that the change was made."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tracereader.figures.attention import ATTENTION
+from tracereader.figures.avoidable import LARGEST_RANK, LOWER
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.side import Side
+from tracereader.figures.sizes import Product
+from tracereader.figures.unfused import BATCHED
+from tracereader.findings.faster import ALMOST, graphs_launched, share_in_common
+from tracereader.trace.families import HEAVY
+from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
+
+# If at most this share remains, the work counts as gone.
+LEFT = 0.5
+# Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
+SAME_FLOPS = 0.05
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+
+
+def is_of_rank(one: Product) -> bool:
+    """Return whether a product has few rows of a weight or few columns, as those of a low-rank adapter have."""
+    return min(one.k, one.n) <= LARGEST_RANK and LOWER * min(one.k, one.n) <= max(one.k, one.n)
+
+
+def the_same_work(before: Side, after: Side) -> bool:
+    """Return whether both steps run about the same kernels, launched one by one in both or as CUDA graphs in both."""
+    return by_calls(before, after) and share_in_common(before, after) >= ALMOST
+
+
+def by_calls(before: Side, after: Side) -> bool:
+    """Return whether both steps launch their kernels one by one, or both as CUDA graphs."""
+    return bool(graphs_launched(before)) == bool(graphs_launched(after))
+
+
+def heavy(side: Side) -> list[GpuWork]:
+    return [one for one in side.summary.gpu_work if one.family in ("GEMM", "convolution")]
+
+
+def same_heavy(before: Side, after: Side) -> bool:
+    """Return whether kernels of the same names have most of the time of matrix products and other heavy work.
+
+    Heavy work is products, convolutions, attention and communication. The result is False if Inductor wrote kernels of
+    only one of the two steps. Without GPU work the ops are compared.
+    """
+    if not on_the_gpu(before, after):
+        return same_on_the_cpu(before, after)
+    times = []
+    for side in (before, after):
+        times.append(Counter())
+        for one in side.summary.gpu_work:
+            if one.family in HEAVY:
+                times[-1][one.name] += one.us
+    shared = [sum(us for name, us in times[here].items() if name in times[1 - here]) for here in (0, 1)]
+    same = all(us >= ALMOST * some.total() for us, some in zip(shared, times, strict=True))
+    kernels = [sum(one.family in HEAVY for one in side.summary.gpu_work) for side in (before, after)]
+    return same and min(kernels) >= ALMOST * max(kernels) and compiled(before) == compiled(after)
+
+
+def on_the_gpu(before: Side, after: Side) -> bool:
+    return before.summary.has_gpu_work or after.summary.has_gpu_work
+
+
+def same_on_the_cpu(before: Side, after: Side, fused: bool = False) -> bool:
+    """Return whether two steps without GPU work compute equally large products and attention by as many ops.
+
+    The sizes are compared if they are recorded. fused: whether fused attention replaces the batched products of a
+    softmax's scores. A backward pass, or Inductor's code, in only one of the steps is a difference.
+    """
+    names = (*PRODUCTS, *CONVOLUTIONS, *ATTENTION)
+    calls = [Counter({name: side.ops[name] for name in names}) for side in (before, after)]
+    sizes = [Counter((one.product, one.attention) for one in side.summary.cpu.work if one.product or one.attention)
+             for side in (before, after)]  # fmt: skip
+    parts = [[any(name.startswith(part) for name in side.ops) for part in (AUTOGRAD, INDUCTORS_CALL)]
+             for side in (before, after)]  # fmt: skip
+    if parts[0] != parts[1]:
+        return False
+    if not fused:
+        return calls[0] == calls[1] and sizes[0] == sizes[1]
+    scores = {(one.batch, one.m, one.n) for one, _ in sizes[0] - sizes[1] if one}
+    attends = {(one.batch * one.heads, one.queries, one.keys) for _, one in sizes[1] - sizes[0] if one}
+    gone, new = +(calls[0] - calls[1]), +(calls[1] - calls[0])
+    return bool(new) and gone.keys() <= {*BATCHED} and new.keys() <= {*ATTENTION} and attends <= scores
+
+
+def same_products(before: Side, after: Side) -> bool:
+    """Return whether equally many ops launch products and convolutions.
+
+    If only one of the steps is mostly CUDA graphs, whose replay has no ops, or one of them has no such op, kernels of
+    products and other heavy work are counted.
+    """
+    calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
+    if all(map(any, calls)) and by_calls(before, after):
+        return calls[0] == calls[1]
+    kernels = [[sum(one.family == name for one in side.summary.gpu_work) for name in HEAVY] for side in (before, after)]
+    return kernels[0] == kernels[1]
+
+
+def same_products_as_long(before: Side, after: Side) -> bool:
+    """Return whether products, convolutions and attention are equally many, and take about as long in both steps."""
+    us = [sum(side.summary.by_family[name] for name in HEAVY) for side in (before, after)]
+    return 0 < max(us) <= 2 * min(us) and same_products(before, after)
+
+
+def compiled(side: Side) -> bool:
+    """Return whether Inductor wrote some of the step's kernels."""
+    return any(one.maker.startswith("Inductor") for one in side.summary.gpu_work)
+
+
+def newly_compiled(before: Side, after: Side) -> bool:
+    return compiled(after) and not compiled(before)
+
+
+def usual_type(side: Side) -> str | None:
+    """Return the types with most of the time of products and convolutions, among kernels whose names give types."""
+    times = Counter()
+    for one in heavy(side):
+        if said := one.name_says.get("types"):
+            times[said] += one.us
+    return max(times, key=times.__getitem__, default=None)
+
+
+def products(side: Side) -> list[GpuWork]:
+    return [one for one in side.summary.gpu_work if one.family == "GEMM" and one.product]
+
+
+def equal_single_products(before: Side, after: Side) -> bool:
+    """Return whether both steps have as many products outside attention, and, with shapes, equal FLOPs."""
+    return len(single_products(before)) == len(single_products(after)) and _may_be_same_flops(before, after)
+
+
+def single_products(side: Side) -> list[GpuWork]:
+    """Return the products that are not batched. This leaves out attention's own products."""
+    return [one for one in products(side) if one.product.batch == 1]
+
+
+def _may_be_same_flops(before: Side, after: Side) -> bool:
+    """Return whether products that are not batched have the same FLOPs in both steps; True without shapes."""
+    was, now = (single_products(side) for side in (before, after))
+    return not was or not now or same_flops(was, now)
+
+
+def same_flops(was: Sequence[GpuWork], now: Sequence[GpuWork]) -> bool:
+    old, new = (sum(one.flops or 0 for one in some) for some in (was, now))
+    return old > 0 and abs(old - new) <= SAME_FLOPS * max(old, new)

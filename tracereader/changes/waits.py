@@ -1,0 +1,214 @@
+"""Changes of what the CPU waits for: synchronizations, and modes for debugging that wait or check."""
+
+from collections import Counter
+
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
+from tracereader.changes.vocabulary import NEED_THE_SIZE, SELECTS
+from tracereader.figures.autograd import in_backward
+from tracereader.figures.debugging import blocking_launches, fills_of_new_memory, gradient_checks
+from tracereader.figures.side import Side
+from tracereader.figures.training import asking
+from tracereader.findings.device_words import CUDA_OR_HIP
+from tracereader.findings.faster import synchronizations
+from tracereader.findings.finding import counted, duration, listed
+from tracereader.replay import waits_of, without_cpu_time, without_ops, without_waits
+from tracereader.trace import Op, Work
+from tracereader.trace.labels import LOADER, OPTIMIZER
+
+# The share of the step that it waits for the DataLoader's workers from which on they set its pace.
+WORKERS_SET_THE_PACE = 0.1
+# Ops that only copy a value from the GPU.
+READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+MANY_READS = 8  # so many values in a step are worth to be collected
+# Ops that wait for the GPU only to report an error, and torch's variants that do not (torch.linalg's documentation).
+CHECKS_ERRORS = {
+    "aten::linalg_cholesky": "cholesky_ex",
+    "aten::linalg_inv": "inv_ex",
+    "aten::linalg_solve": "solve_ex",
+    "aten::linalg_lu_factor": "lu_factor_ex",
+    "aten::linalg_ldl_factor": "ldl_factor_ex",
+}
+# This optimizer reads the loss and the sizes of its steps on the CPU.
+READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
+# A launch call that does not block, while the profiler records: 5 to 10 µs in traces of H100s and H200s.
+LAUNCH_US = 10
+
+
+def _waits(case: Case) -> list[Op]:
+    """Return the calls of the replayed steps that wait for the GPU, without the profiler's own synchronization."""
+    last = max((one.launch.start for one in case.trace.work if one.launch is not None), default=0)
+    found = (op for step in case.steps for op in waits_of(step))
+    return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
+
+
+def copied(call: Op) -> list[Work]:
+    """Return the copies that a call makes, or the ones that its op made just before."""
+    return [one for some in copying(call).children for one in some.work] or list(call.work)
+
+
+def copying(call: Op) -> Op:
+    """Return the aten::copy_ around a call; the call itself without one.
+
+    torch copies from pageable memory with cudaMemcpyAsync, and then waits for the stream in the same aten::copy_.
+    """
+    return call.parent if call.parent is not None and call.parent.name == "aten::copy_" else call
+
+
+def remove_sync(case: Case) -> Proposal | None:
+    if _waits_for_workers(case) or case.summary.waits_for == "turns":
+        return None  # several GPUs would overlap only steps that do not depend on each other
+    calls = [
+        op
+        for op in _waits(case)
+        if not any("Pageable -> Device" in one.name for one in copied(op))
+        and not any(above.name.startswith((*NEED_THE_SIZE, READS_THE_LOSS)) for above in op.above())
+        and not (case.summary.debugging.checked_gradients and in_backward(op))
+        and id(op) not in case.offloads
+    ]
+    if not calls:
+        return None
+    ids = {id(op) for op in calls}
+    once = {id(copying(op)): waits_in(op) for op in waits_of(case.replayed) if id(op) in ids}
+    names = Counter(once.values())
+    each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
+    # Ops that do nothing but wait: aten::item, or nonzero in mask indexing.
+    around = (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, SELECTS))) for op in calls)
+    read = {id(op): op for op in around if op is not None}.values()
+    choose = any(op.name == SELECTS for op in read)
+    by_program = [op for op in calls if waits_in(op) == op.name]
+    how = ["drop torch.cuda.synchronize() and the synchronization of streams and events"] * bool(by_program)
+    if choose:
+        how.append("multiply by the mask or use torch.where instead of indexing with a mask")
+    unchecked = dict.fromkeys(filter(None, (CHECKS_ERRORS.get(waits_in(op)) for op in calls)))
+    how += [f"torch.linalg.{name}, which does not check for errors" for name in unchecked]
+    others = [op for op in calls if waits_in(op) not in CHECKS_ERRORS]
+    if not choose and len(by_program) < len(others):
+        reads = sum(name in READ_A_VALUE for name in once.values())
+        together = "collect the values on the GPU and read them at once (torch.stack), or read them some steps later"
+        how.append(together if reads >= MANY_READS else "keep the value on the GPU, or read it some steps later")
+    return Proposal(
+        without_ops(without_waits(case.graph, calls), read),
+        f"the CPU waits for the GPU in each step: {each}",
+        "; ".join(how),
+        assumed=choose,  # computing all elements instead of the selected ones takes longer
+    )
+
+
+def _waits_for_workers(case: Case) -> bool:
+    """Return whether the DataLoader's workers set the pace: time saved elsewhere is then waited for them."""
+    loading = case.summary.training.loading
+    names = case.trace.op_names
+    workers = any(name.startswith(LOADER) and "MultiProcessing" in name for name in names)
+    return workers and loading is not None and loading.share > WORKERS_SET_THE_PACE
+
+
+def waits_in(call: Op) -> str:
+    """Return the op that waits in this call; the call's name if the program makes the call itself."""
+    return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
+
+
+def anomaly_detection(case: Case) -> Proposal | None:
+    checked = case.summary.debugging.checked_gradients
+    if not checked:
+        return None
+    seen = f"backward checks {counted(checked, 'gradient')} for NaN"
+    if case.trace.work:
+        seen += " and waits for each result"
+    return Proposal(
+        without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)]),
+        f"{seen}, because anomaly detection is on; it also records a traceback for each op of forward, which this "
+        "saving leaves out",
+        "torch.autograd.set_detect_anomaly(False), and no torch.autograd.detect_anomaly()",
+    )
+
+
+def blocking(case: Case) -> Proposal | None:
+    if not case.summary.debugging.blocking_launches:
+        return None
+    calls, here = case.in_each_step(blocking_launches)
+    left = round(LAUNCH_US * 1e3)
+    return Proposal(
+        without_cpu_time(
+            case.graph, [(op.track, op.start + left, op.end) for some in calls for op in some if op.dur > left]
+        ),
+        f"{counted(len(here), 'launch', 'launches')} of a step return only when their kernel has ended: "
+        f"{duration(sum(op.us for op in here))} of CPU time",
+        "unset CUDA_LAUNCH_BLOCKING (or HIP_LAUNCH_BLOCKING) in the program's environment",
+        assumed=True,
+    )
+
+
+def filled_memory(case: Case) -> Proposal | None:
+    if not case.summary.debugging.filled_tensors:
+        return None
+    fills, here = case.in_each_step(fills_of_new_memory)
+    work = [one for op in here for one in op.work_below()]
+    on_gpu = f" and {duration(sum(one.us for one in work))} of GPU time" * bool(work)
+    return Proposal(
+        without_ops(case.graph, [op for some in fills for op in some]),
+        f"{counted(len(here), 'new tensor is', 'new tensors are')} filled before ops write to them, because "
+        f"deterministic algorithms are on: {duration(sum(op.us for op in here))} of CPU time{on_gpu}",
+        "torch.utils.deterministic.fill_uninitialized_memory = False, if no op reads memory that was never written; "
+        "results stay deterministic",
+    )
+
+
+def _follows_remove_sync(before: Side, after: Side) -> bool:
+    """Both steps launch about the same kernels in the same way, and the second one has fewer synchronizations."""
+    return synchronizations(after) < synchronizations(before) and the_same_work(before, after)
+
+
+def _follows_anomaly_detection(before: Side, after: Side) -> bool:
+    """Backward checks gradients for NaN only in the first trace. Products, convolutions and attention are the same."""
+    was, now = (side.summary.debugging.checked_gradients for side in (before, after))
+    return was > 0 == now and same_heavy(before, after) and by_calls(before, after)
+
+
+def _follows_blocking(before: Side, after: Side) -> bool:
+    """Launches wait for their kernels only in the first trace, and the kernels are about the same."""
+    was, now = (side.summary.debugging.blocking_launches for side in (before, after))
+    return was > 0 == now and the_same_work(before, after)
+
+
+def _follows_filled_memory(before: Side, after: Side) -> bool:
+    """New tensors are filled only in the first trace. Products, convolutions and attention are the same."""
+    was, now = (side.summary.debugging.filled_tensors for side in (before, after))
+    return was > 0 == now and same_heavy(before, after) and by_calls(before, after)
+
+
+CHANGES = (
+    Change(
+        "remove_sync",
+        "drop or postpone synchronizations",
+        "nothing reads the value on the CPU in that step",
+        remove_sync,
+        _follows_remove_sync,
+    ),
+    Change(
+        "anomaly_detection",
+        "turn anomaly detection off",
+        "forward takes as long as with its tracebacks",
+        anomaly_detection,
+        _follows_anomaly_detection,
+        on_cpu=anomaly_detection,
+    ),
+    Change(
+        "blocking",
+        "do not wait for each kernel",
+        "a launch takes the CPU as long as one that does not block",
+        blocking,
+        _follows_blocking,
+        needs=CUDA_OR_HIP,
+    ),
+    Change(
+        "filled_memory",
+        "leave new memory unfilled",
+        "no op reads memory that was never written",
+        filled_memory,
+        _follows_filled_memory,
+        on_cpu=filled_memory,
+    ),
+)
