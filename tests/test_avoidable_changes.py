@@ -334,33 +334,6 @@ def attention_kernels(path):
     return sorted(times), keys
 
 
-@pytest.mark.exhaustive
-def test_attention_over_the_filled_half_of_a_cache_saves_the_reading(case_of):
-    """Kernels of one query do not take half the time for half the keys: 524 keys were recorded, too."""
-    path = LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz"
-    case = case_of(path)
-    proposal = attention.shorter_cache(case)
-    fewer, keys = attention_kernels(TESTS / "models/qwen3_generate_static.json.gz")
-    assert keys == 524 and attention_kernels(path)[1] == 1024
-    read_us = 2 * 16 * 1024 * 128 * 2 / GB_S / 1e3  # keys and values of 16 heads, as they are expanded
-    events = slices(raw(path))
-    # The copies of keys and values, and the kernels of scaled_dot_product_attention.
-    attends = [e for e in inside(events, raw_steps(events)[0]) if e["name"] == "aten::scaled_dot_product_attention"]
-    kernels = [work for e in attends for work in launched(events, e) if "cudnn_generated" in work["name"]]
-    assert len(kernels) == 28
-    for work in case.trace.steps[0].work:
-        before, after = (graph.dur[graph.activity[id(work)]] for graph in (case.graph, proposal.graph))
-        if "cudnn_generated" in work.name:
-            assert before - after == pytest.approx(0.5 * read_us * 1e3, abs=150), (
-                "the step differs from the typical one"
-            )
-            assert 0.7 * fewer[len(fewer) // 2] < after / 1e3 < 1.3 * fewer[len(fewer) // 2]
-    assert "84 kernels of attention over 1,024 keys, of which 512 are filled" in proposal.evidence
-    # The GPU waits for launches, so less GPU work does not make this step shorter.
-    assert case.graph.recorded_us == pytest.approx(proposal.graph.step_us(), rel=0.001)
-    assert "shorter_cache" not in proposed(case)
-
-
 def test_sharing_keys_in_a_cuda_graph_predicts_the_recorded_gpu_time(case_of):
     """The GPU spans are compared, because the CPU took longer in the recording of the model with enable_gqa."""
     events = slices(raw(LLM / "1x512_bf16_warm_compile_gqa_reduce-overhead.json.gz"))
@@ -390,7 +363,7 @@ def test_a_change_of_gpu_work_alone_is_not_proposed_for_an_overhead_bound_step(p
     on_cpu = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
     busy = [sum(e["dur"] for e in some) for some in work]
     assert on_cpu > 1.5 * sorted(busy)[len(busy) // 2] or "tune" in path.name
-    of_the_gpu = {"fuse_pointwise", "fused_attention", "tensor_cores", "align_shapes", "shorter_cache", "last_logits"}
+    of_the_gpu = {"fuse_pointwise", "fused_attention", "tensor_cores", "align_shapes", "last_logits"}
     assert not of_the_gpu & set(proposed(case_of(path)))
 
 

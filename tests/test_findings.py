@@ -126,6 +126,7 @@ TABLE = [
     ("graph_replay_without_copies", (), "changes/vit/graph", GRAPH),
     ("graph_replay", (), GRAPH, LARGE),
     ("copies_into_graph", (), GRAPH, LARGE),
+    ("few_blocks", (), "changes/batch_norm/eager", LARGE),
     # sampled counters
     ("dram_disagrees", (), (MLP_SHAPES, sampled_dram), MLP_SHAPES),
     ("clock_fell", (), (LARGE, a_slow_last_step), LARGE),

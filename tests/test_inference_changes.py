@@ -48,7 +48,6 @@ def launched_in(events, mark, spans):
     (APART, "merge_adapters", "adapters/merged", (0.7, 1.4)),
     ("adapters/first", "merge_adapters", "adapters/merged", (0.7, 1.4)),
     (MANY_ROWS, "merge_adapters", "adapters/many_rows_merged", (0.95, 1.05)),
-    ("norms/one_by_one", "norms_at_once", "norms/at_once", (0.9, 1.2)),
 ])  # fmt: skip
 def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
     title, said = predicted_and_compared(before, change, after, within, capsys)
@@ -255,38 +254,6 @@ def test_only_passes_that_each_have_one_token_more_recompute_tokens(tmp_path, ed
 def test_a_growing_cache_and_training_recompute_no_tokens(tmp_path):
     assert case_of(file_of("generation/cached")).recomputed_tokens is None
     assert case_of(edited(file_of(AGAIN), tmp_path, in_training)).recomputed_tokens is None
-
-
-def test_norms_in_a_row_are_counted_with_the_values_that_are_read_between_them():
-    events, mark = typical_step("norms/one_by_one")
-    norms = ops_of(events, mark, "aten::linalg_vector_norm")
-    reads = [e for e in ops_of(events, mark, "aten::item") if norms[0]["ts"] < e["ts"] < norms[-1]["ts"]]
-    one = priced_changes(file_of("norms/one_by_one"))["norms_at_once"]
-    tensors, times, spent = re.match(
-        r"the norms of (\d+) tensors are computed one by one; between them the CPU waits (\d+) times; this takes (.*)",
-        one.evidence,
-    ).groups()
-    assert (int(tensors), int(times)) == (len(norms), len(reads)) == (36, 35)
-    took = end(norms[-1]) - norms[0]["ts"]
-    assert ms(spent) == pytest.approx(took / 1e3, rel=0.03) and 0 < one.saves_us < took
-
-
-def over_a_dimension(events):
-    for e in events:
-        if e["name"] == "aten::linalg_vector_norm":
-            e["args"]["Concrete Inputs"][2] = "[1]"
-
-
-def with_an_update_between(events):
-    """A program that scales each tensor by its norm cannot compute all norms first without another loop."""
-    for e in events:
-        if e["name"] == "aten::item":
-            e["name"] = "aten::mul_"
-
-
-@pytest.mark.parametrize("edit", [over_a_dimension, with_an_update_between])
-def test_other_norms_stay_one_by_one(tmp_path, edit):
-    assert "norms_at_once" not in priced_changes(edited(file_of("norms/one_by_one"), tmp_path, edit))
 
 
 @pytest.mark.parametrize(("left", "at_once"), [(8, True), (7, False)])

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from raw_events import end, event, raw_steps, raw_work
 from references import recording
-from test_opportunities import of_kernels, priced_changes, raw_events
+from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
-from tracereader.changes import attention, catalogue, copies, fusion, graphs, layout, work_ahead
+from tracereader.changes import attention, catalogue, copies, fusion, graphs, work_ahead
 from tracereader.changes.context import Case
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
 from tracereader.figures.uncompiled_flex import uncompiled_flex
+from tracereader.findings import gpu_work
 from tracereader.replay import graph_of
 from tracereader.trace import read
 
@@ -168,7 +169,7 @@ def test_channels_last_is_not_proposed_around_instance_normalization(tmp_path):
     assert "torch.channels_last_3d" in one.how, "channels_last is for four dimensions"
 
 
-def test_small_grids_name_the_costliest_kernel():
+def test_kernels_of_few_blocks_name_the_costliest_one():
     events = raw_events(VOLUMES)
     sizes = [one["numSms"] for one in json.loads(gzip.decompress(VOLUMES.read_bytes()))["deviceProperties"]]
     steps = [raw_work(events, mark) for mark in raw_steps(events)]
@@ -179,34 +180,10 @@ def test_small_grids_name_the_costliest_kernel():
         if same[0]["cat"] == "kernel" and took >= 10 and 0 < grid < sizes[0] / 2:
             us[name, grid] = us.get((name, grid), 0) + took
     (name, grid), _ = max(us.items(), key=lambda entry: entry[1])
-    said = priced_changes(VOLUMES)["small_grids"].evidence
-    assert said.endswith(f", with {grid} blocks)")
+    said = gpu_work.few_blocks.ask(summarize(read(VOLUMES))).evidence
+    assert said.endswith(f", with {grid} blocks")
     begins = re.search(r"the costliest is (\w+)", said)[1]
     assert begins in name
-
-
-@pytest.mark.parametrize(
-    ("dims", "beside", "advice"),
-    [
-        ([8, 64, 56, 56], "aten::relu", "channels_last or torch.compile, because"),
-        ([8, 64, 9, 56, 56], "aten::relu", "channels_last_3d, because"),
-        ([8, 64], "aten::relu", "torch.compile, because"),
-        ([8, 64, 56, 56], "aten::native_group_norm", "torch.compile, because"),
-    ],
-)
-def test_kernels_of_batch_normalization_with_few_blocks_get_the_layout_that_fits(tmp_path, dims, beside, advice):
-    kernel = "void at::native::batch_norm_backward_cuda_template<float>(int)"
-    ops = [("aten::batch_norm", "cpu_op", "aten::native_batch_norm", kernel)] * 10
-    file = of_kernels(tmp_path / "norms.json", [*ops, ("model", "user_annotation", beside, "other")])
-    document = json.loads(file.read_text())
-    document["deviceProperties"] = [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132}]
-    for one in document["traceEvents"]:
-        if one["name"] == kernel:
-            one["args"] |= {"grid": [64, 1, 1], "block": [128, 1, 1]}
-        if "Input Dims" in one["args"]:
-            one["args"]["Input Dims"] = [dims]
-    file.write_text(json.dumps(document))
-    assert layout.small_grids(case_of(file)).how.startswith(advice)
 
 
 VOCABULARY = TESTS / "h100/vocabulary"
@@ -266,10 +243,7 @@ def test_a_loss_that_takes_little_time_is_not_named():
 def test_compiled_batch_norms_of_volumes_are_not_told_to_be_compiled():
     """Two blocks of 13 each read 25.7 MB in 2.9 ms; eager's kernels have a block for each channel and take 0.16 ms."""
     eager, compiled = (case_of(BATCH_NORMS / f"{name}.json.gz") for name in ("video", "video_compile"))
-    assert layout.small_grids(eager).how.startswith("channels_last_3d, because")
-    assert layout.small_grids(compiled).how == (
-        "another layout, or this op outside of torch.compile (torch.compiler.disable)"
-    )
+    assert gpu_work.few_blocks.ask(compiled.summary).holds
     slow = [
         e for e in raw_events(BATCH_NORMS / "video_compile.json.gz") if e.get("cat") == "kernel" and e["dur"] > 2000
     ]

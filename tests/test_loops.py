@@ -55,7 +55,6 @@ def predicted_and_compared(before, change, after, within, capsys):
     ("loops/selective_scan", "cuda_graph", "loops/selective_scan_graphed", (1.0, 2.0)),  # 87%; without the profiler 90%
     ("derivatives/eager", "cuda_graph", "derivatives/graphed", (0.8, 1.2)),
     ("quantized/eager", "fuse_pointwise", "quantized/compile", (0.8, 1.3)),
-    ("debugging/filled", "filled_memory", "debugging/filled_off", (0.8, 1.3)),
 ])  # fmt: skip
 def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
     title, said = predicted_and_compared(before, change, after, within, capsys)
@@ -285,19 +284,6 @@ def test_a_fused_kernel_reaches_the_memory_bandwidth_where_eagers_do_not():
     told = fusion.fuse_pointwise(case).evidence
     number, unit = re.search(r"fused, they take about ([\d.]+) (µs|ms)", told).groups()
     assert float(number) * {"µs": 1, "ms": 1e3}[unit] == pytest.approx(expected, rel=0.1)
-
-
-def test_new_memory_that_is_filled_is_counted_by_the_ops_that_allocate_it():
-    events, mark = typical_step("debugging/filled")
-    ops = in_step(events, mark, "cpu_op")
-    fills = [e for e in ops if e["name"] == "aten::fill_"]
-    allocating = [e for e in ops if e["name"] in ("aten::empty", "aten::empty_strided", "aten::resize_")]
-    inside = [e for e in fills if any(a["tid"] == e["tid"] and a["ts"] <= e["ts"] < end(a) for a in allocating)]
-    assert summarize(read(file_of("debugging/filled"))).debugging.filled_tensors == len(inside) == 70
-    assert summarize(read(file_of("debugging/filled_off"))).debugging.filled_tensors == 0
-    one = priced_changes(file_of("debugging/filled"))["filled_memory"]
-    assert "70 new tensors are filled" in one.evidence
-    assert one.saves_us == pytest.approx(sum(e["dur"] for e in inside), rel=0.1)
 
 
 def test_an_optimizer_of_complex_numbers_is_not_told_to_be_fused(tmp_path):

@@ -14,7 +14,6 @@ from tracereader.changes.roofline import (
     SMALL_PRODUCT_US,
     TF32_PRODUCT,
     TWO_BYTES,
-    moving_us,
     type_of,
 )
 from tracereader.changes.same_work import (
@@ -37,7 +36,6 @@ from tracereader.figures.side import Side
 from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
 from tracereader.figures.unfused import BATCHED, SOFTMAX, on_the_cpu
-from tracereader.findings.decoding import filled_part
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.faster import graphs_launched
 from tracereader.findings.finding import counted, duration, listed
@@ -45,7 +43,6 @@ from tracereader.replay import (
     fused,
     spans_of,
     with_cpu_time,
-    with_durations,
     without_cpu_time,
     without_ops,
     without_work,
@@ -322,39 +319,6 @@ def shared_keys(case: Case) -> Proposal | None:
     )
 
 
-def shorter_cache(case: Case) -> Proposal | None:
-    filled, attending = filled_part(case.summary)
-    if filled is None:
-        return None
-    mine = {id(one) for one in attending}
-    copies = {id(work) for _, some in expanded(case.step) for work in some}
-    times = {
-        work: one.us - (1 - filled) * _reads_us(one, case)
-        for work, one, _ in case.activities
-        if id(one) in mine or id(work) in copies
-    }
-    keys = attending[0].attention.keys
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(times)),
-        f"{counted(len(times), 'kernel')} of attention over {keys:,} keys, of which {keys * filled:,.0f} are filled: "
-        f"{duration(sum(work.us for work in times))}",
-        "pass attention only the filled part of the cache, allocate a shorter one, or use flex_attention with a block "
-        "mask",
-        assumed=True,
-    )
-
-
-def _reads_us(one: GpuWork, case: Case) -> float:
-    """Return the part of a kernel's time (µs) that the number of keys decides: the time of its bytes, if known.
-
-    A short kernel does not become shorter with its keys. On an H200, attention of one query in 16 heads takes 5.9 µs
-    with 1,024 keys and 6.3 µs with 524 (rung 5 and the committed generation with a static cache).
-    """
-    if not one.bytes_moved or case.peaks is None:
-        return one.us
-    return min(one.us, moving_us(one.bytes_moved, case.peaks))
-
-
 def attention_plans(case: Case) -> Proposal | None:
     """Return a proposal to build no plans in the steps. One plan for each op may be the cost of a first call."""
     if not case.has(lambda name: CUDNN_ATTENTION in name):
@@ -482,14 +446,6 @@ def _follows_shared_keys(before: Side, after: Side) -> bool:
     return was is not None and now is None and by_calls(before, after) and same_products(before, after)
 
 
-def _follows_shorter_cache(before: Side, after: Side) -> bool:
-    """Attention has fewer keys and does not read an empty part of the cache; the number of products is the same."""
-    was, now = (filled_part(side.summary)[0] for side in (before, after))
-    keys = [max((one.attention.keys for one in side.summary.gpu_work if one.attention), default=0)
-            for side in (before, after)]  # fmt: skip
-    return was is not None and now is None and 0 < keys[1] < keys[0] and same_products(before, after)
-
-
 def _follows_attention_plans(before: Side, after: Side) -> bool:
     """cuDNN's attention takes at most half of the CPU time, and the products are the same."""
     was, now = (
@@ -529,13 +485,6 @@ CHANGES = (
         "the attention kernel takes keys and values of fewer heads as fast",
         shared_keys,
         _follows_shared_keys,
-    ),
-    Change(
-        "shorter_cache",
-        "attend to the filled part of the cache only",
-        "attention reads proportionally less for fewer keys",
-        shorter_cache,
-        _follows_shorter_cache,
     ),
     Change(
         "attention_plans",

@@ -212,12 +212,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def peaks(self) -> Peaks | None:
         return common_peaks(self.trace.devices)
 
-    @cached_property
-    def sms(self) -> int:
-        """Return the number of multiprocessors of the trace's devices, the largest; 0 if it is not known."""
-        counts = (one.get("numSms") for one in self.trace.device_properties.values())
-        return max((count for count in counts if type(count) is int), default=0)
-
     def launched_in(self, *starts: str) -> set[int]:
         """Return the ids of the typical step's activities that are launched inside annotations with these prefixes."""
         calls = ids_inside(labels(self.step, starts))

@@ -1,19 +1,15 @@
 """Changes of tensors' shapes and layouts: alignment, channels_last, copies that only change a layout."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable
 
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
-from tracereader.changes.fusion import BATCH_NORM, has_batch_norms_of_volumes
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import (
-    LEAST_KERNEL_US,
     PRODUCT,
     SMALL_PRODUCT_US,
-    SOLVES,
     TWO_BYTES,
     moving_us,
     type_of,
@@ -28,7 +24,6 @@ from tracereader.changes.same_work import (
     single_products,
     usual_type,
 )
-from tracereader.changes.vocabulary import is_compiled
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import cloned_inputs
 from tracereader.figures.decoding import expanded
@@ -38,7 +33,6 @@ from tracereader.findings.faster import share_in_common
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import with_durations, without_ops, without_work
 from tracereader.trace import Op
-from tracereader.trace.kernel_names import short
 
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
@@ -51,8 +45,6 @@ UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_alig
 UNALIGNED_TIMES = 5
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
-# A kernel of torchvision's non-maximum suppression, which looks at one box after another in a single block.
-KEEPS_BOXES = "gather_keep_from_mask"
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 
 
@@ -193,50 +185,6 @@ def _changes_layout(op: Op) -> str:
     return next((name for name in above if name in LAYOUT_OPS), "")
 
 
-def small_grids(case: Case) -> Proposal | None:
-    sms = case.sms
-    if not sms or not case.could_gain(case.us_by_family):
-        return None
-    times, spent, compiled, of_batch_norm, by_grid, batch_norms = {}, 0.0, 0.0, 0.0, {}, []
-    for work, one, op in case.activities:
-        # A kernel of a few µs ends before more blocks would help.
-        if one.us < 10 or work.kind != "kernel" or one.family == "communication":
-            continue
-        if one.maker == "cuSOLVER" or SOLVES.search(one.name) or KEEPS_BOXES in one.name:
-            continue
-        blocks = math.prod(one.grid) if one.grid else 0
-        if not 0 < blocks < sms / 2:
-            continue
-        least = moving_us(one.bytes_moved or 0, case.peaks) if case.peaks else 0.0
-        times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))
-        spent += one.us
-        if is_compiled(one) and BATCH_NORM in one.name:
-            compiled += one.us
-        elif op is not None and BATCH_NORM in op.name:
-            of_batch_norm += one.us
-            batch_norms.append(op)
-        by_grid.setdefault((one.name, blocks), []).append(one.us)
-    if not times:
-        return None
-    (name, blocks), _ = max(by_grid.items(), key=lambda entry: sum(entry[1]))
-    how = "more rows, a larger batch, or another algorithm (split K, a split reduction)"
-    if 2 * compiled > spent:
-        how = "another layout, or this op outside of torch.compile (torch.compiler.disable)"
-    elif 2 * of_batch_norm > spent:
-        layout = _channels_last_layout(case, batch_norms)
-        ways = [layout[0]] if layout else []
-        ways += [] if has_batch_norms_of_volumes(case) else ["torch.compile"]
-        how = f"{' or '.join(ways) or 'another layout'}, because these kernels of batch normalization have a block for "
-        how += "each channel"
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(times)),
-        f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "
-        f"(the costliest is {short(name, 40)}, with {counted(blocks, 'block')})",
-        how,
-        assumed=True,
-    )
-
-
 def in_place(case: Case) -> Proposal | None:
     """Return a proposal to work in place, except in training, where a gradient may need the input."""
     if case.trace.trains:
@@ -317,12 +265,6 @@ CHANGES = (
         "the next kernel reads the other layout as fast",
         layout_copies,
         _follows_layout_copies,
-    ),
-    Change(
-        "small_grids",
-        "give small kernels more blocks",
-        "with a block for each SM, a kernel takes proportionally less time",
-        small_grids,
     ),
     Change(
         "in_place",

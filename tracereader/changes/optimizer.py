@@ -1,21 +1,18 @@
 """Changes of the optimizer and of the code beside it: how many calls update the parameters."""
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from operator import attrgetter
 
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import as_one_kernel_us
-from tracereader.changes.same_work import LEFT, by_calls, same_heavy, same_products
+from tracereader.changes.same_work import LEFT, by_calls, same_heavy
 from tracereader.figures.autograd import added_gradients
-from tracereader.figures.gpu_work import launch_args
 from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
-from tracereader.findings.finding import counted, duration, how_often, listed
-from tracereader.replay import Graph, fused, with_cpu_time, with_durations, without_cpu_time, without_ops
+from tracereader.findings.finding import counted, duration, listed
+from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time, without_ops
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
@@ -32,15 +29,6 @@ GROUP_LAUNCHES, MANY_GROUPS = 8, 8
 FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
 # A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
-# A tensor's norm, and what may follow it before the next tensor's.
-NORM = "aten::linalg_vector_norm"
-BETWEEN_NORMS = (
-    "aten::item", "aten::pow", "aten::square", "aten::mul", "aten::add", "aten::add_", "aten::detach", "aten::alias",
-    "aten::to",
-)  # fmt: skip
-# From so many norms in a row on, one call for all of them is worth a look. Its CPU time for each tensor, in launches:
-# clip_grad_norm_() took 4.3 for each of 96 tensors on an H100's machine, and get_total_norm() 3.9 for each of 36.
-MANY_NORMS, NORM_LAUNCHES = 16, 4
 FUSED = "aten::_fused_"  # starts of fused optimizers' ops
 _start = attrgetter("start")
 # From so many gradients on, setting each to zero is worth a look.
@@ -92,76 +80,6 @@ def fused_optimizer(case: Case) -> Proposal | None:
     )
 
 
-def fewer_groups(case: Case) -> Proposal | None:
-    """Return a proposal to merge parameter groups, each of which costs a foreach or fused optimizer its own calls."""
-    merged, updates, most = [], [], {}
-    for step in case.steps:
-        if len(step.named(_is_on_lists)) < MANY_GROUPS:
-            continue
-        for update in labels(step, OPTIMIZER):
-            by_name = defaultdict(list)
-            for one in sorted(update.work_below(), key=_start):
-                by_name[one.name].append(one)
-            count = _parameter_groups(update)
-            if count < MANY_GROUPS or not by_name:
-                continue
-            most[update.name] = max(most.get(update.name, 0), count)
-            merged += [(some, _merged_us(case, some)) for some in by_name.values()]
-            fuses = any(op.name.startswith(FUSED) for op in update.walk())
-            updates.append((update, _optimizer_us(case, step, fuses)))
-    if not most:
-        return None
-    us = sum(op.us for op in labels(case.replayed, tuple(most)))
-    named = {name.removeprefix(OPTIMIZER).removesuffix(".step"): count for name, count in most.items()}
-    return Proposal(
-        _with_updates(case, merged, updates),
-        f"{listed(f'{name} updates {count} groups of parameters' for name, count in named.items())} with calls of "
-        f"their own: {duration(us)} of CPU time",
-        "put all parameters with equal settings into one group",
-        assumed=True,
-    )
-
-
-def norms_at_once(case: Case) -> Proposal | None:
-    """Return a proposal to compute the norms of many tensors in one call, as clip_grad_norm_() does."""
-    if not case.has(NORM.__eq__):
-        return None
-    runs, typical = case.in_each_step(_norms_in_a_row)
-    if len(norms := [op for op in typical if op.name == NORM]) < MANY_NORMS:
-        return None
-    times, spans, added = {}, [], []
-    for run in filter(None, runs):
-        of_norms = [one for op in run if op.name == NORM for one in op.work_below()]
-        times |= {one: sum(work.us for work in of_norms) for one in list(run[0].work_below())[-1:]}
-        spans.append((run[0].track, run[0].end, run[-1].end))
-        count = sum(op.name == NORM for op in run)
-        added.append((run[0].track, run[-1].end, count * NORM_LAUNCHES * case.launch_us))
-    graph = without_ops(without_cpu_time(case.graph, spans), [op for run in runs for op in run[1:]])
-    reads = sum(op.name == "aten::item" for op in typical)
-    return Proposal(
-        with_cpu_time(with_durations(graph, times), added),
-        f"the norms of {len(norms):,} tensors are computed one by one"
-        + f"; between them the CPU waits {how_often(reads)}" * (reads > 0)
-        + f"; this takes {duration((typical[-1].end - typical[0].start) / 1e3)}",
-        "torch.nn.utils.get_total_norm(gradients), or clip_grad_norm_, which returns the norm of all gradients",
-        assumed=True,
-    )
-
-
-def _norms_in_a_row(step: Step) -> list[Op]:
-    """Return the ops from the first to the last of the most norms of whole tensors that follow each other."""
-    longest, run = [], []
-    for op in (*step.outermost, None):
-        is_norm = op is not None and op.name == NORM and op.inputs.concrete[2:3] in ([""], ["[]"])
-        if is_norm or (run and op is not None and op.name in BETWEEN_NORMS):
-            run.append(op)
-        elif run:
-            while run[-1].name != NORM:
-                run.pop()
-            longest, run = max(longest, run, key=lambda some: sum(op.name == NORM for op in some)), []
-    return longest
-
-
 def _with_updates(case: Case, groups: Iterable[tuple[list[Work], float]], updates: Iterable[tuple[Op, float]]) -> Graph:
     """Return the graph in which each group is one activity, and these steps of optimizers take the given CPU times.
 
@@ -171,11 +89,6 @@ def _with_updates(case: Case, groups: Iterable[tuple[list[Work], float]], update
     launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
     graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
     return with_cpu_time(graph, [(first.track, first.start, us) for first, us in launches])
-
-
-def _merged_us(case: Case, kernels: Sequence[Work]) -> float:
-    blocks = sum(math.prod(launch_args(one).grid or [1]) for one in kernels)
-    return as_one_kernel_us(case, [one.us for one in kernels], blocks)
 
 
 def _parameter_groups(update: Op) -> int:
@@ -278,22 +191,6 @@ def _follows_fused_optimizer(before: Side, after: Side) -> bool:
     return made and same_heavy(before, after)
 
 
-def _follows_fewer_groups(before: Side, after: Side) -> bool:
-    """The same optimizer's ops are called at most half as often, and the number of products is the same."""
-    was, now = (
-        sum(count for name, count in side.ops.items() if name.startswith(("aten::_foreach_", "aten::_fused_")))
-        for side in (before, after)
-    )
-    loops = [[(one.name, one.how) for one in side.summary.training.optimizers] for side in (before, after)]
-    return 0 < now <= LEFT * was and loops[0] == loops[1] and same_products(before, after)
-
-
-def _follows_norms_at_once(before: Side, after: Side) -> bool:
-    """At most half as many norms of single tensors are computed, and the number of products is the same."""
-    was, now = (side.ops[NORM] for side in (before, after))
-    return was >= MANY_NORMS and now <= LEFT * was and same_products(before, after) and by_calls(before, after)
-
-
 def _follows_no_gradients(before: Side, after: Side) -> bool:
     """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
     was, now = (
@@ -310,20 +207,6 @@ CHANGES = (
         fused_optimizer,
         _follows_fused_optimizer,
         on_cpu=fused_optimizer_on_the_cpu,
-    ),
-    Change(
-        "fewer_groups",
-        "merge parameter groups of the optimizer",
-        "the groups have equal settings",
-        fewer_groups,
-        _follows_fewer_groups,
-    ),
-    Change(
-        "norms_at_once",
-        "compute all norms at once",
-        "nothing needs a single tensor's norm on the CPU",
-        norms_at_once,
-        _follows_norms_at_once,
     ),
     Change(
         "no_gradients",

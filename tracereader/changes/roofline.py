@@ -36,7 +36,8 @@ def as_one_kernel_us(case: Case, us: Sequence[float], blocks: int) -> float:
 
     blocks: their number in all kernels together.
     """
-    return min(sum(us), max(us) * max(1.0, blocks / case.sms)) if case.sms and blocks else sum(us)
+    sms = case.summary.source.sms
+    return min(sum(us), max(us) * max(1.0, blocks / sms)) if sms and blocks else sum(us)
 
 
 def type_of(op: Op) -> str:

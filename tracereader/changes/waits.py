@@ -8,7 +8,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
 from tracereader.changes.vocabulary import NEED_THE_SIZE, SELECTS
 from tracereader.figures.autograd import in_backward
-from tracereader.figures.debugging import blocking_launches, fills_of_new_memory, gradient_checks
+from tracereader.figures.debugging import blocking_launches, gradient_checks
 from tracereader.figures.side import Side
 from tracereader.figures.training import asking
 from tracereader.findings.device_words import CUDA_OR_HIP
@@ -141,21 +141,6 @@ def blocking(case: Case) -> Proposal | None:
     )
 
 
-def filled_memory(case: Case) -> Proposal | None:
-    if not case.summary.debugging.filled_tensors:
-        return None
-    fills, here = case.in_each_step(fills_of_new_memory)
-    work = [one for op in here for one in op.work_below()]
-    on_gpu = f" and {duration(sum(one.us for one in work))} of GPU time" * bool(work)
-    return Proposal(
-        without_ops(case.graph, [op for some in fills for op in some]),
-        f"{counted(len(here), 'new tensor is', 'new tensors are')} filled before ops write to them, because "
-        f"deterministic algorithms are on: {duration(sum(op.us for op in here))} of CPU time{on_gpu}",
-        "torch.utils.deterministic.fill_uninitialized_memory = False, if no op reads memory that was never written; "
-        "results stay deterministic",
-    )
-
-
 def _follows_remove_sync(before: Side, after: Side) -> bool:
     """Both steps launch about the same kernels in the same way, and the second one has fewer synchronizations."""
     return synchronizations(after) < synchronizations(before) and the_same_work(before, after)
@@ -171,12 +156,6 @@ def _follows_blocking(before: Side, after: Side) -> bool:
     """Launches wait for their kernels only in the first trace, and the kernels are about the same."""
     was, now = (side.summary.debugging.blocking_launches for side in (before, after))
     return was > 0 == now and the_same_work(before, after)
-
-
-def _follows_filled_memory(before: Side, after: Side) -> bool:
-    """New tensors are filled only in the first trace. Products, convolutions and attention are the same."""
-    was, now = (side.summary.debugging.filled_tensors for side in (before, after))
-    return was > 0 == now and same_heavy(before, after) and by_calls(before, after)
 
 
 CHANGES = (
@@ -202,13 +181,5 @@ CHANGES = (
         blocking,
         _follows_blocking,
         needs=CUDA_OR_HIP,
-    ),
-    Change(
-        "filled_memory",
-        "leave new memory unfilled",
-        "no op reads memory that was never written",
-        filled_memory,
-        _follows_filled_memory,
-        on_cpu=filled_memory,
     ),
 )

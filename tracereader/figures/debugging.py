@@ -1,4 +1,4 @@
-"""Modes for debugging that are on in a step: anomaly detection, launches that block, and new memory that is filled."""
+"""Modes for debugging that are on in a step: anomaly detection, and launches that block."""
 
 import msgspec
 
@@ -12,28 +12,23 @@ CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::item")
 # recording did, and 7 of 675 without it. Nearly all of at least so many have to.
 LEAST_LAUNCHES, NEARLY_ALL = 20, 0.95
 LAUNCHES = "LaunchKernel"  # in the calls' names, of the runtime and of the driver
-# Ops that allocate memory. They write nothing to it, unless deterministic algorithms are on, which fill it.
-ALLOCATING = ("aten::empty", "aten::empty_strided", "aten::empty_permuted", "aten::resize_")
-FILLS = "aten::fill_"
 
 
 class Debugging(msgspec.Struct, frozen=True):
     """Modes for debugging in the reported step; 0 if they are off.
 
     checked_gradients: the number of gradients that anomaly detection checks for NaN. blocking_launches: the number of
-    launch calls that return when their kernel has ended. filled_tensors: the number of new tensors that are filled with
-    a value because deterministic algorithms are on.
+    launch calls that return when their kernel has ended.
     """
 
     checked_gradients: int
     blocking_launches: int
-    filled_tensors: int
 
 
 def debugging(trace: Trace, step: Step) -> Debugging:
     """Return the modes for debugging that are on in a step."""
     checks = gradient_checks(step) if CHECKS[1] in trace.op_names else []
-    return Debugging(len(checks) // len(CHECKS), len(blocking_launches(step)), len(fills_of_new_memory(step)))
+    return Debugging(len(checks) // len(CHECKS), len(blocking_launches(step)))
 
 
 def gradient_checks(step: Step) -> list[Op]:
@@ -45,11 +40,6 @@ def gradient_checks(step: Step) -> list[Op]:
             if op.name == CHECKS[0] and tuple(one.name for one in ops[place : place + len(CHECKS)]) == CHECKS:
                 found += ops[place : place + len(CHECKS)]
     return found
-
-
-def fills_of_new_memory(step: Step) -> list[Op]:
-    """Return the ops that fill a tensor with a value while it is allocated."""
-    return [op for op in step.named(FILLS.__eq__) if op.parent is not None and op.parent.name in ALLOCATING]
 
 
 def blocking_launches(step: Step) -> list[Op]:

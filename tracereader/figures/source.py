@@ -55,6 +55,7 @@ class Source(msgspec.Struct, frozen=True):
     devices: list[str]
     backend: str | None  # the kind of these devices, as in trace/backends.py; None where nothing shows it
     compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
+    sms: int  # multiprocessors of a device, the largest number; 0 if it is not known
     rank: int | None
     world_size: int | None
     has_steps: bool
@@ -82,6 +83,7 @@ def source(trace: Trace) -> Source:
         devices=list(trace.devices),
         backend=trace.backend,
         compute_capability=_compute_capability(trace),
+        sms=_multiprocessors(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
@@ -126,6 +128,11 @@ def _outside_us(trace: Trace) -> float:
     before = max([trace.steps[0].start - op.start for op in slices], default=0)
     after = max([op.end - trace.steps[-1].end for op in slices], default=0)
     return (max(0, before) + max(0, after)) / 1e3
+
+
+def _multiprocessors(trace: Trace) -> int:
+    counts = (one.get("numSms") for one in trace.device_properties.values())
+    return max((count for count in counts if type(count) is int), default=0)
 
 
 def _compute_capability(trace: Trace) -> str | None:

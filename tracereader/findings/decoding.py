@@ -241,7 +241,6 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     "The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at "
     "the last key.",
     needs_gpu=True,
-    change="shorter_cache",
 )
 def empty_cache(summary: Summary) -> Verdict:
     filled, attending = filled_part(summary)
