@@ -68,7 +68,7 @@ def removed(name, change):
     if change == "fused_optimizer":
         marks = in_step(raw_events(file_of(name)), mark, "user_annotation")
         (update,) = [e for e in marks if e["name"] == "Optimizer.step#AdamW.step"]
-        return mark["dur"], 0.65 * update["dur"]
+        return mark["dur"], 0.6 * update["dur"]
     if change == "anomaly_detection":
         nodes = [e for e in ops if e["name"].startswith(NODE)]
         checks = [e for e in ops if e["name"] in ("aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero")]
@@ -218,7 +218,7 @@ def test_all_optimizers_that_a_saving_includes_are_named():
     marks = in_step(raw_events(file_of("two_optimizers")), mark, "user_annotation")
     us = {e["name"]: e["dur"] for e in marks if e["name"].startswith("Optimizer.step#")}
     one = priced_changes(file_of("two_optimizers"))["fused_optimizer"]
-    saved = (1 - 0.39) * us["Optimizer.step#Adam.step"] + (1 - 0.63) * us["Optimizer.step#SGD.step"]
+    saved = (1 - 0.4) * (us["Optimizer.step#Adam.step"] + us["Optimizer.step#SGD.step"])
     assert one.saves_us == pytest.approx(saved, rel=0.02)
     assert one.title == "use the fused Adam and SGD" and one.how.count("fused=True") == 2
 

@@ -17,7 +17,7 @@ from references import measured as measured_of
 from test_ranks import REFERENCES, as_json, changed, document, end, length, marks, slices, spans
 
 from tracereader import cli
-from tracereader.changes import catalogue
+from tracereader.changes import catalogue, prices
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.context import Case
 from tracereader.changes.fusion import fuse_pointwise
@@ -339,7 +339,7 @@ def test_compute_beside_a_collective_that_waits_is_slower():
         busy.append(sum(length(spans(mine, first["ts"], last)) for first, last in pairs))
         extra.append(sum(length(spans(waiting, first["ts"], last)) for first, last in pairs))
     share = (busy[0] - busy[1]) / (extra[0] - extra[1])
-    assert share == pytest.approx(rank_changes.BESIDE_A_WAIT, abs=0.1)
+    assert share == pytest.approx(prices.BESIDE_A_WAIT, abs=0.1)
 
 
 def test_the_message_of_an_uneven_all_to_all_is_the_most_that_a_rank_sends_or_receives(capsys):

@@ -20,7 +20,7 @@ from test_later_workloads import case_of, edited
 from test_opportunities import launch_quartile, priced_changes, raw_events
 
 from tracereader import cli
-from tracereader.changes import catalogue, fusion, graphs
+from tracereader.changes import catalogue, fusion, graphs, prices
 from tracereader.figures import summarize
 from tracereader.figures.autograd import added_gradients, backward_begins
 from tracereader.figures.side import Side
@@ -347,7 +347,7 @@ def test_each_pass_costs_the_calls_of_its_graphs_and_its_loss(name, passes, monk
     events = raw_events(file_of(name))
     assert {len(passes_of(events, mark)) for mark in raw_steps(events)} == {passes}
     after = priced_changes(file_of(name))["cuda_graph"].step_us_after
-    monkeypatch.setattr(graphs, "PASS_LAUNCHES", 0)
+    monkeypatch.setattr(prices, "PASS", 0)
     less = after - priced_changes(file_of(name))["cuda_graph"].step_us_after
     assert less == pytest.approx(passes * 100 * launch_quartile(events), rel=0.1)
 

@@ -20,7 +20,7 @@ from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.changes import inference, waits
-from tracereader.changes.roofline import BANDWIDTH
+from tracereader.changes.prices import BANDWIDTH
 from tracereader.figures import summarize
 from tracereader.figures.attention import growing_keys
 from tracereader.figures.hardware import common_peaks

@@ -9,6 +9,7 @@ from test_many_ranks import said, shown
 from test_ranks import FOLDER, RUNS, as_json, changed, end, length, marks, slices, spans
 
 from tracereader import cli
+from tracereader.changes import prices
 from tracereader.changes import ranks as rank_changes
 from tracereader.figures.rank import Call, Group, Part
 from tracereader.figures.ranks import joined
@@ -378,7 +379,7 @@ def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
     saved = sorted(us for us in saved if us > 0.01)
     assert len(saved) == 6 and saved == pytest.approx(sorted(expected.values()), abs=0.01)
     slower = [after.dur[after.activity[id(work)]] / 1e3 / work.us for work in case.computing if work.us > 10]
-    assert slower == pytest.approx([rank_changes.SMALLER_IS_SLOWER] * len(slower), rel=0.01)
+    assert slower == pytest.approx([prices.SMALLER_IS_SLOWER] * len(slower), rel=0.01)
 
 
 def test_a_rank_whose_peers_were_not_read_does_not_seem_to_wait_least():

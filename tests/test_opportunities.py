@@ -16,7 +16,7 @@ from references import CHANGES as CHANGED
 from references import PREDICTED, measured, proposals, recording, sampled, small_first
 
 from tracereader import cli
-from tracereader.changes import fusion, graphs, optimizer, vocabulary
+from tracereader.changes import fusion, prices
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.catalogue import CHANGES, each_priced, opportunities
 from tracereader.changes.context import Case
@@ -398,9 +398,9 @@ def test_a_compiled_batch_norm_counts_as_several_calls(monkeypatch):
     assert in_a_step == 106 and ops.count("aten::cudnn_batch_norm") == len(ops) / 2
     after = compiled_us(name)
     for kernels in ("BATCH_NORM_KERNELS", "NORM_BACKWARD_KERNELS"):
-        monkeypatch.setattr(fusion, kernels, 1)
+        monkeypatch.setattr(prices, kernels, 1)
     with_one_call = compiled_us(name)
-    more = (in_a_step / 2 * 2 + in_a_step / 2 * 3) * vocabulary.COMPILED_CALL_LAUNCHES * launch_quartile(events)
+    more = (in_a_step / 2 * 2 + in_a_step / 2 * 3) * prices.CALL * launch_quartile(events)
     assert after - with_one_call == pytest.approx(more, rel=0.05)
 
 
@@ -442,9 +442,9 @@ def test_a_compiled_call_takes_at_most_about_as_many_launches_as_are_assumed():
         launches.append(statistics.fmean(before + own for triton, before, own in calls if triton) / unit)
         between.append(statistics.median(before for triton, before, _ in calls if not triton) / unit)
     assert min(launches) > 5
-    assert max(launches) < vocabulary.COMPILED_CALL_LAUNCHES < 1.2 * max(launches)
+    assert max(launches) < prices.CALL < 1.2 * max(launches)
     assert min(between) > 0.9
-    assert statistics.median(between) < vocabulary.CALLING_LAUNCHES < max(between) < 3
+    assert statistics.median(between) < prices.AROUND < max(between) < 3
 
 
 def test_compiled_normalizations_have_about_as_many_kernels_as_are_assumed():
@@ -453,8 +453,8 @@ def test_compiled_normalizations_have_about_as_many_kernels_as_are_assumed():
     backward = [name for name in names if "batch_norm_backward" in name]
     forward = [name for name in names if "batch_norm" in name and name not in set(backward)]
     for some, op, assumed in (
-        (forward, "aten::cudnn_batch_norm", fusion.BATCH_NORM_KERNELS),
-        (backward, "aten::cudnn_batch_norm_backward", fusion.NORM_BACKWARD_KERNELS),
+        (forward, "aten::cudnn_batch_norm", prices.BATCH_NORM_KERNELS),
+        (backward, "aten::cudnn_batch_norm_backward", prices.NORM_BACKWARD_KERNELS),
     ):
         triton = sum(name.startswith("triton_") for name in some)
         assert triton / eager.count(op) == pytest.approx(assumed, rel=0.1)
@@ -470,7 +470,7 @@ def test_compiled_normalizations_have_about_as_many_kernels_as_are_assumed():
         triton = [name for name in kernels if name.startswith("triton_")]
         each.append(sum("layer_norm_backward" in name for name in triton) / ops)
     assert min(each) > 1.7
-    assert max(each) == pytest.approx(fusion.NORM_BACKWARD_KERNELS, rel=0.1)
+    assert max(each) == pytest.approx(prices.NORM_BACKWARD_KERNELS, rel=0.1)
 
 
 def test_a_compiled_layer_norms_backward_counts_as_several_calls(monkeypatch):
@@ -487,9 +487,9 @@ def test_a_compiled_layer_norms_backward_counts_as_several_calls(monkeypatch):
         calls = [one["ts"] for one in below if one["name"] == "cudaLaunchKernel"]
         kernels.append(sum(not any(one["ts"] < ts < end(one) for one in nested) for ts in calls))
     after = of_a_committed_trace(file)["fuse_pointwise"].step_us_after
-    monkeypatch.setattr(fusion, "NORM_BACKWARD_KERNELS", 0)
+    monkeypatch.setattr(prices, "NORM_BACKWARD_KERNELS", 0)
     as_in_eager = priced_changes(file)["fuse_pointwise"].step_us_after
-    more = sum(4 - count for count in kernels) * vocabulary.COMPILED_CALL_LAUNCHES * launch_quartile(inside)
+    more = sum(4 - count for count in kernels) * prices.CALL * launch_quartile(inside)
     assert kernels == [2] * 11 + [1]  # the input of the first normalization needs no gradient
     assert more > 1000
     assert after - as_in_eager == pytest.approx(more, rel=0.1)
@@ -516,8 +516,8 @@ def test_graphs_of_a_small_models_forward_and_backward_promise_less_for_each_par
     """What replays the graphs takes CPU time for each pass and for each gradient, and so does the loss."""
     file, graphed = (SMALL_TRAIN / f"{model}-{how}.json.gz" for how in ("eager", "graphed"))
     after = of_a_committed_trace(file)["cuda_graph"].step_us_after
-    for launches in ("CALLING_LAUNCHES", "PASS_LAUNCHES"):
-        monkeypatch.setattr(graphs, launches, 0)
+    for launches in ("AROUND", "PASS"):
+        monkeypatch.setattr(prices, launches, 0)
     without = priced_changes(file)["cuda_graph"].step_us_after
     events, measured_us = raw_events(file), raw_us(graphed)
     more = (100 + 2 * gradients_in_a_step(events)) * launch_quartile(events)
@@ -762,7 +762,7 @@ def test_a_fused_optimizers_step_takes_about_as_many_launches_as_are_assumed(nam
     events = raw_events(name)
     steps = [one["dur"] for one in events if one.get("name", "").startswith("Optimizer.step#")
              and one["cat"] == "user_annotation"]  # fmt: skip
-    launches = optimizer.OPTIMIZER_LAUNCHES + optimizer.FUSED_TENSOR_LAUNCHES * gradients_in_a_step(events)
+    launches = prices.CALL + prices.AROUND * gradients_in_a_step(events)
     assert 0.7 < statistics.median(steps) / (launches * launch_quartile(events)) < 1.7
 
 
@@ -785,9 +785,11 @@ def test_a_fused_optimizers_cpu_time_follows_the_number_of_gradients(edited):
     after = proposed(name)["fused_optimizer"].step_us_after
     half = edited(name, with_added_gradients)["fused_optimizer"].step_us_after
     unknown = edited(name, without_gradients)["fused_optimizer"].step_us_after
-    assumed = (optimizer.OPTIMIZER_LAUNCHES + optimizer.FUSED_TENSOR_LAUNCHES * gradients) * launch_us
-    assert after - half == pytest.approx(optimizer.FUSED_TENSOR_LAUNCHES * gradients / 2 * launch_us, rel=0.1)
-    assert after - unknown == pytest.approx(assumed - optimizer.FUSED_OPTIMIZER_US, rel=0.2)
+    assumed = (prices.CALL + prices.AROUND * gradients) * launch_us
+    assert after - half == pytest.approx(prices.AROUND * gradients / 2 * launch_us, rel=0.1)
+    assert after - unknown == pytest.approx(
+        assumed - (prices.CALL + prices.AROUND * prices.PARAMETERS) * launch_us, rel=0.2
+    )
 
 
 @pytest.mark.exhaustive
@@ -805,7 +807,7 @@ def test_a_fused_optimizer_is_priced_for_each_of_its_parameter_groups(tmp_path):
     file.write_text(json.dumps(document))
     one, ten = (priced_changes(path)["fused_optimizer"] for path in (recording("optimizer/foreach"), file))
     launch_us = launch_quartile(document["traceEvents"])
-    assert ten.step_us_after - one.step_us_after == pytest.approx(9 * optimizer.GROUP_LAUNCHES * launch_us, rel=0.1)
+    assert ten.step_us_after - one.step_us_after == pytest.approx(9 * prices.CALL * launch_us, rel=0.1)
     assert "one of its 10 groups" in ten.how and "groups" not in one.how
 
 

@@ -5,17 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from statistics import median
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import (
-    ATTENTION,
-    FP32_PRODUCT,
-    SMALL_PRODUCT_US,
-    TF32_PRODUCT,
-    TWO_BYTES,
-    type_of,
-)
+from tracereader.changes.roofline import TWO_BYTES, type_of
 from tracereader.changes.same_work import (
     LEFT,
     by_calls,
@@ -51,17 +45,9 @@ from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
 from tracereader.trace.labels import AUTOGRAD, FLEX_ATTENTION
 
-BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five products instead of two
-# CPU time of a call while the profiler records, on an H200's machine (µs): scaled_dot_product_attention takes 35 to
-# 140, in training 100 to 230, and its backward 130 to 375.
-ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
-# The same of compiled flex_attention on an H100's machine: 272 to 311, and its backward 331 to 456.
-COMPILED_FLEX_CALL_US = 350
 # An op that only the math backend of scaled_dot_product_attention calls, in names of compiled kernels, too.
 SAFE_SOFTMAX = "_safe_softmax"
 SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
-# CPU time of a call of cuDNN's attention that has its plan, while the profiler records, beside an H200.
-PLANNED_CALL_US = 60
 # With fewer keys, the fused kernel is hardly faster: 3.9 and 3.8 ms with 64 keys, and 19 and 20 ms with 256 keys in
 # training. With 256 keys it took 5.7 ms instead of 10.2, 5.9 instead of 8.4 and 11.7 instead of 16.5; with 1,024 keys
 # 28 instead of 146, and 114 instead of 348 in training (the same machine).
@@ -90,7 +76,9 @@ def fused_attention(case: Case) -> Proposal | None:
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
             continue
-        us = max(_fused_attention_us(case, run, softmaxes, gradients), SMALL_PRODUCT_US * (softmaxes + gradients))
+        us = max(
+            _fused_attention_us(case, run, softmaxes, gradients), prices.SMALL_PRODUCT_US * (softmaxes + gradients)
+        )
         spent = sum(one.us for _, one, _ in run)
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
@@ -103,7 +91,7 @@ def fused_attention(case: Case) -> Proposal | None:
         return None
     backwards = " and their backward" if backward else ""
     return Proposal(
-        case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trace.trains else ATTENTION_CALL_US),
+        case.condensed(groups, prices.ATTENTION_CALL_US),
         f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
         f"the scores{_sizes_of_scores(case)} are written to memory and read again"
         + ("; scaled_dot_product_attention falls back to them" if math_calls or falls_back else ""),
@@ -174,7 +162,7 @@ def compile_flex(case: Case) -> Proposal | None:
         for call in calls.values()
         for track in ({call.track} if _is_flex_backward(call) else {call.track, *engines})
     ]
-    added = [(call.track, call.start, COMPILED_FLEX_CALL_US) for call in calls.values()]
+    added = [(call.track, call.start, prices.ATTENTION_CALL_US) for call in calls.values()]
     forward = len(groups) - backward
     backwards = f" and {'its' if forward == 1 else 'their'} backward" if backward else ""
     return Proposal(
@@ -204,7 +192,7 @@ def _type_of_flex(call: Op) -> str:
 def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
     if one.product is None or peaks is None:
         return one.us
-    return one.product.flops / (ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
+    return one.product.flops / (prices.CONVOLUTION_OR_ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
 
 
 def _products(run: Sequence[Entry]) -> list[tuple[GpuWork, Op]]:
@@ -254,7 +242,7 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     one, op = products[0]
     # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
     masked = any(op is not None and op.name in MASKS for _, _, op in run)
-    passes = (forward + BACKWARD_FLOPS * backward) / (1 + masked)
+    passes = (forward + prices.BACKWARD_FLOPS * backward) / (1 + masked)
     # SDPA's math backend multiplies bf16 in fp32, and backward does not name the call that it belongs to.
     calls = case.step.named(SDPA.__eq__) if in_backward(op) else [one for one in op.above() if one.name == SDPA]
     asked = calls[0] if calls else op
@@ -263,13 +251,13 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     )
     if one.product is not None and peaks is not None:
         us = 2 * min(item.product.flops for item, _ in products if item.product) / 1e6
-        return us / (ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
+        return us / (prices.CONVOLUTION_OR_ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
     # Without shapes or peaks: the fused kernel takes as long as the products, at the rate of its own type.
     us = sum(item.us for item, _ in products) / (forward + 2 * backward) * passes
     types = (one.name_says.get("types") or "").lower()
     if peaks is not None and types in ("tf32", "fp32"):
-        reached = TF32_PRODUCT * peaks.tf32 if types == "tf32" else FP32_PRODUCT * peaks.fp32
-        us *= reached / (ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32))
+        reached = prices.PRODUCT * (peaks.tf32 if types == "tf32" else peaks.fp32)
+        us *= reached / (prices.CONVOLUTION_OR_ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32))
     return us
 
 
@@ -327,7 +315,7 @@ def attention_plans(case: Case) -> Proposal | None:
     recurring = {name: calls for name, calls in planning(case.compared).items() if len(calls[0]) > 1}
     spans, each = [], []
     for name, (plans, others) in recurring.items():
-        usual_us = median(op.us for op in others) if others else PLANNED_CALL_US
+        usual_us = median(op.us for op in others) if others else prices.ATTENTION_CALL_US
         spans += [(op.track, op.start + round(usual_us * 1e3), op.end) for op in plans]
         here, usual = ([op for op in some if step.start <= op.start < step.end] for some in (plans, others))
         if here:

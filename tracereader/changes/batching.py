@@ -6,11 +6,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.fusion import BATCH_NORM
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import LEAST_KERNEL_US, as_one_kernel_us, moving_us
+from tracereader.changes.roofline import as_one_kernel_us, moving_us
 from tracereader.changes.same_work import LEFT, products, same_flops
 from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
@@ -33,8 +34,6 @@ IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # least so many dimensions.
 OF_IMAGES = ("aten::convolution", "aten::upsample", "aten::_upsample")
 LEAST_DIMS = 3
-# CPU time of a call of a few ops while the profiler records.
-ONE_CALL_US = 50
 
 
 def larger_batch(case: Case) -> Proposal | None:
@@ -86,7 +85,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
         groups.append(([work for work, _, _ in run], us))
     count, longest = max(runs, key=lambda run: run[0])
     return Proposal(
-        case.condensed(groups, ONE_CALL_US, _WithSlices()),
+        case.condensed(groups, prices.CALL_US, _WithSlices()),
         f"{count} calls of {longest[0][2].name} in a row, on tensors of equal shape",
         "stack the inputs and call torch.bmm once, if no call needs another one's result",
         assumed=True,
@@ -269,7 +268,7 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
     """Return the time (µs) of one kernel for as much work as so many of these kernels."""
     together = as_one_kernel_us(case, [one.us] * count, count * math.prod(one.grid or [0]))
     least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
-    return min(count * one.us, max(together, least, LEAST_KERNEL_US))
+    return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
 
 
 def _follows_larger_batch(before: Side, after: Side) -> bool:

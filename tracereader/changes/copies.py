@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
@@ -29,8 +30,6 @@ from tracereader.replay import (
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY
 
-# An H200's machine copies pageable memory at 8 GB/s, and pinned memory at 55 GB/s.
-PAGEABLE_GB_S, PINNED_GB_S = 8, 50
 # If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
 WAITS_LONGER = 2
 # CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
@@ -39,9 +38,6 @@ STAGED_BYTES = 64 * 1024
 # From this many copies in a row on, one copy is proposed. Copies of more than 1 MB do not count: from pinned memory,
 # they take 21 µs or more, about as long as their launch.
 MANY_COPIES, SMALL_BYTES = 8, 1 << 20
-# CPU time (µs) for each tensor that is split from one copy. While the profiler recorded on an H100's machine, a split
-# into 40 tensors took 134 to 173 µs.
-SPLIT_US = 4
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
 ALLOCATES = {
     runtime + what
@@ -83,7 +79,7 @@ def overlap_copies(case: Case) -> Proposal | None:
     if not copies:
         return None
     pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
-    times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
+    times = {work: min(one.us, (one.bytes_moved or 0) / prices.PINNED_GB_S / 1e3) for work, one in pageable}
     graph = with_durations(case.graph, case.in_all_steps(times))
     moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
     calls = _waiting_with(work.launch for work in moved if work.launch)
@@ -152,11 +148,13 @@ def one_copy(case: Case) -> Proposal | None:
         first, *more = [one for op in run for one in op.work_below()]
         total = sum(map(_bytes, (first, *more)))
         pageable = "Pageable" in first.name
-        times[first] = max(first.us, total / (PAGEABLE_GB_S if pageable else PINNED_GB_S) / 1e3)
+        times[first] = max(first.us, total / (prices.PAGEABLE_GB_S if pageable else prices.PINNED_GB_S) / 1e3)
         others += more
         # A copy from pageable memory takes the CPU as long. A call that waits does so in the replay, too.
         waits = any(map(is_wait, run[0].walk()))
-        added.append((track, end, SPLIT_US * len(run) + (times[first] - first.us if pageable and not waits else 0.0)))
+        added.append(
+            (track, end, case.launch_us * len(run) + (times[first] - first.us if pageable and not waits else 0.0))
+        )
     copies = [one for run in typical for op in run for one in op.work_below()]
     us = sum(run[-1].end - run[0].start for run in typical) / 1e3
     return Proposal(

@@ -8,20 +8,15 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from statistics import median
 
+from tracereader.changes import prices
 from tracereader.changes.attention import flex_call
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_tensor_cores
-from tracereader.changes.roofline import LEAST_KERNEL_US, moving_us
+from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
-from tracereader.changes.vocabulary import (
-    CALLING_LAUNCHES,
-    COMPILED_CALL_LAUNCHES,
-    FOREACH,
-    OF_UNKNOWN_SIZE,
-    is_compiled,
-)
+from tracereader.changes.vocabulary import FOREACH, OF_UNKNOWN_SIZE, is_compiled
 from tracereader.figures.autograd import backward_begins, in_backward, kept_by_step, outside_model
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
@@ -57,9 +52,6 @@ from tracereader.trace.labels import (
 )
 from tracereader.trace.types import Inputs
 
-# The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
-# takes 466 µs for 67 million elements on an H200.
-TRANSCENDENTAL, OTHER = 40, 3
 COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
 # Inductor fuses at most this many ops into one kernel (max_fusion_size in torch/_inductor/config.py).
 LONGEST_CHAIN = 64
@@ -67,10 +59,6 @@ LONGEST_CHAIN = 64
 # on an H100) became 31 kernels, took 45 s to compile, and 2.4 ms instead of 5.9. A loop of 48 steps was still being
 # compiled after 110 s, and two of 128 after 230 s.
 MANY_REDUCTIONS, UNROLLED = 4, 12
-# A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own. A
-# batch norm has 3.1 in training, and its backward 3.8 (ResNet-50, ResNet-152). The backward of a layer norm has 1.8 to
-# 4.3 (four recordings).
-BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
 BATCH_NORM = "batch_norm"  # in its ops' names
 # If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
 # three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
@@ -88,9 +76,6 @@ NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 FFTS = "aten::_fft_"
 SPARSE_PRODUCT, GROUPED_PRODUCTS = "aten::_sparse_addmm", "grouped_mm"
 RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
-# The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
-# layers (PyTorch 2.15, on a CPU).
-GUARDS_LEFT = 0.2
 
 
 def fuse_pointwise(case: Case) -> Proposal | None:
@@ -212,19 +197,19 @@ def _with_compiled_calls(
     launches = defaultdict(float, {work: 0.0 for work, _ in model})  # the CPU time that is added before each of them
     for group in groups:
         if launched := [work for work in group if work.launch is not None]:
-            launches[min(launched, key=lambda work: work.launch.start)] += COMPILED_CALL_LAUNCHES
+            launches[min(launched, key=lambda work: work.launch.start)] += prices.CALL
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         if id(op) in compiled:
-            launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op, kernels[id(op)])
+            launches[work] += prices.CALL * _more_kernels(op, kernels[id(op)])
         else:
-            launches[work] += CALLING_LAUNCHES
+            launches[work] += prices.AROUND
     of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
     of_compiled = case.in_all_steps({work: 0.0 for work, op in model if id(op) in compiled})
     spans, added = [], [(work.launch.track, work.launch.start, us) for work, us in of_model.items()]
     for step in case.steps:
         spans += _between_calls(step, of_model, of_compiled)
         gradients = step.named(ACCUMULATES.__eq__)
-        added += [(op.track, op.start, CALLING_LAUNCHES * case.launch_us) for op in gradients]
+        added += [(op.track, op.start, prices.AROUND * case.launch_us) for op in gradients]
     graph = fused(case.graph, case.groups_in_all_steps(chains))
     return with_cpu_time(without_cpu_time(graph, spans), added)
 
@@ -262,8 +247,8 @@ def _is_in_compiled_code(case: Case, op: Op | None) -> bool:
 def _more_kernels(op: Op, kernels: int) -> int:
     """Return how many more kernels a compiled op has. kernels: those that eager's op launches."""
     if NORM_BACKWARD.search(op.name):
-        return max(0, NORM_BACKWARD_KERNELS - kernels)
-    return max(0, BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
+        return max(0, prices.NORM_BACKWARD_KERNELS - kernels)
+    return max(0, prices.BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
 
 
 def _has_outputs_of_unknown_size(case: Case) -> bool:
@@ -457,7 +442,7 @@ def _well_moved_us(one: GpuWork, op: Op | None, peaks: Peaks | None) -> float:
     """Return a kernel's time (µs); of a pointwise one and of a cast at most the time of a good kernel for its bytes."""
     if not one.bytes_moved or peaks is None or not (one.family == "pointwise" or (op is not None and _is_cast(op))):
         return one.us
-    return min(one.us, max(LEAST_KERNEL_US, moving_us(one.bytes_moved, peaks)))
+    return min(one.us, max(prices.LEAST_KERNEL_US, moving_us(one.bytes_moved, peaks)))
 
 
 def _is_cast(op: Op) -> bool:
@@ -468,7 +453,7 @@ def _is_cast(op: Op) -> bool:
 @cache
 def _flops_of_one(name: str) -> int:
     """Return the fp32 FLOPs that an op of this name costs for each element."""
-    return TRANSCENDENTAL if any(word in name for word in COSTLY) else OTHER
+    return prices.TRANSCENDENTAL if any(word in name for word in COSTLY) else prices.ARITHMETIC
 
 
 def recompile(case: Case) -> Proposal | None:
@@ -495,7 +480,7 @@ def skip_guards(case: Case) -> Proposal | None:
     each = [sum(op.us for op in some) for some in lookups]
     # Every step is spared the same time. The saving then agrees with the evidence, whichever steps the replay measures.
     us = median(with_a_middle(each))
-    spared = [min(1.0, (1 - GUARDS_LEFT) * us / own) if own else 0.0 for own in each]
+    spared = [min(1.0, (1 - prices.GUARDS_LEFT) * us / own) if own else 0.0 for own in each]
     spans = [
         (op.track, op.start, op.start + round(op.dur * part))
         for some, part in zip(lookups, spared, strict=True)

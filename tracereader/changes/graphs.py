@@ -8,13 +8,13 @@ from statistics import median_low
 
 import msgspec
 
-from tracereader.changes.batching import ONE_CALL_US
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.fusion import has_batch_norms_of_volumes, has_ffts, has_rnns, includes_the_loss
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
-from tracereader.changes.vocabulary import CALLING_LAUNCHES, OF_UNKNOWN_SIZE
+from tracereader.changes.vocabulary import OF_UNKNOWN_SIZE
 from tracereader.changes.waits import READ_A_VALUE, copied, waits_in
 from tracereader.figures.autograd import (
     BACKWARD,
@@ -60,9 +60,6 @@ OWN_GRADIENTS = (
 )
 # One backward pass has right gradients if they are None before.
 NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (pytorch issue 181723)"
-# The CPU time of a forward and its backward beside their graphs' launches, in launches (Case.launch_us): the calls of
-# the graphs, and the loss. In seven recordings it was 60 to 290.
-PASS_LAUNCHES = 100
 # torch.optim's optimizers that a graph can hold, and how.
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 COUNTS_NO_STEPS = "SGD"  # has no argument capturable
@@ -300,11 +297,11 @@ def _beside_graphs(case: Case) -> Iterator[tuple[tuple, int, float]]:
     for step in case.steps:
         for op in backward_begins(case.trace, step):
             # Not at its start, at which the thread may have waited for another one.
-            yield op.track, op.start + 1, PASS_LAUNCHES * case.launch_us
+            yield op.track, op.start + 1, prices.PASS * case.launch_us
         adding = [next(op for op in add.above() if op.name == ACCUMULATES) for add in added_gradients(step)]
         usual = median_low([op.us for op in adding]) if adding else 0.0
         for op in step.named(ACCUMULATES.__eq__):
-            yield op.track, op.start, max(op.us, usual) + CALLING_LAUNCHES * case.launch_us
+            yield op.track, op.start, max(op.us, usual) + prices.AROUND * case.launch_us
 
 
 def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
@@ -519,7 +516,7 @@ def _small_graph(case: Case) -> Proposal:
     copies = 2 * sum(us for _, us in first)
     graph = with_durations(as_cuda_graph(case.graph), case.in_all_steps({first[0][0]: first[0][1] + copies}))
     calls = [
-        (one.launch.track, one.launch.start, ONE_CALL_US)
+        (one.launch.track, one.launch.start, prices.CALL_US)
         for one in (step.work[0] for step in case.steps if step.work)
         if one.launch is not None
     ]

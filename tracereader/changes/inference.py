@@ -5,11 +5,12 @@ from bisect import bisect_left
 from collections import Counter
 from itertools import chain
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.graphs import can_be_captured, long_runs
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import LEAST_KERNEL_US, SMALL_PRODUCT_US, moving_us
+from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import (
     LEFT,
     by_calls,
@@ -34,11 +35,6 @@ from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Work
 
-# The CPU time that autograd takes for each op that it records, in launches: 0.75 to 1.45 in four models, recorded twice
-# with and without it on an H100's machine.
-NODE_LAUNCHES = 0.75
-# A cache of one layer appends a key and a value with a launch each.
-APPENDS = 2
 STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 
 
@@ -77,7 +73,7 @@ def no_autograd(case: Case) -> Proposal | None:
     spans = []
     for op in chain.from_iterable(found):
         until = op.children[0].start if op.children else op.end
-        spans.append((op.track, op.start, min(until, op.start + round(NODE_LAUNCHES * case.launch_us * 1e3))))
+        spans.append((op.track, op.start, min(until, op.start + round(case.launch_us * 1e3))))
     return Proposal(
         without_cpu_time(case.graph, spans),
         f"autograd records {counted(len(typical), 'op')} of a step, and the trace has no backward pass",
@@ -90,7 +86,7 @@ def kv_cache(case: Case) -> Proposal | None:
     """Propose to keep keys and values where each pass through the model recomputes all tokens for a new one."""
     if case.recomputed_tokens is None:
         return None
-    appended = [(op.track, op.start, APPENDS * case.launch_us) for op in _calls_with_a_cache(case)]
+    appended = [(op.track, op.start, prices.AROUND * case.launch_us) for op in _calls_with_a_cache(case)]
     times = _of_new_tokens(case)
     return Proposal(
         with_cpu_time(with_durations(case.graph, case.in_all_steps(times)), appended),
@@ -174,9 +170,9 @@ def _of_new_tokens(case: Case) -> dict[Work, float]:
 
 def _of_one_us(case: Case, one: GpuWork, tokens: int) -> float:
     """Return the time (µs) of an activity for one of the tokens. A product still reads its weight."""
-    least = LEAST_KERNEL_US
+    least = prices.LEAST_KERNEL_US
     if shape := one.product:
-        least = SMALL_PRODUCT_US
+        least = prices.SMALL_PRODUCT_US
         if one.bytes_moved and case.peaks:
             least = max(least, moving_us(one.bytes_moved * shape.k * shape.n / shape.elements, case.peaks))
     return min(one.us, max(one.us / tokens, least))

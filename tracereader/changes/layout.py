@@ -4,16 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import (
-    PRODUCT,
-    SMALL_PRODUCT_US,
-    TWO_BYTES,
-    moving_us,
-    type_of,
-)
+from tracereader.changes.roofline import TWO_BYTES, moving_us, type_of
 from tracereader.changes.same_work import (
     LEFT,
     by_calls,
@@ -42,7 +37,6 @@ SLOW = 0.4
 # needs rows of a multiple of 16 bytes. On an H200, products by align1 kernels in bf16 take 5.7 and 6.4 times as long as
 # with padded dimensions (the committed pairs "odd_width" and "gpt2").
 UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
-UNALIGNED_TIMES = 5
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
@@ -59,7 +53,7 @@ def _by_kernels_names(case: Case) -> Proposal | None:
         for work, one, _ in case.named(UNALIGNED.search)
         if one.family == "GEMM" and one.product is None and one.name_says.get("types") in TWO_BYTES
     ]
-    times = {work: max(one.us / UNALIGNED_TIMES, SMALL_PRODUCT_US) for work, one in found}
+    times = {work: max(one.us / prices.OF_A_GOOD_KERNEL, prices.SMALL_PRODUCT_US) for work, one in found}
     times = {work: us for work, us in times.items() if us < work.us}
     if not times:
         return None
@@ -92,10 +86,10 @@ def _by_shapes(case: Case) -> Proposal | None:
         bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64 and size not in kept]
         if not bad:
             continue
-        us = max(one.flops / (PRODUCT * case.peaks.bf16) / 1e6, SMALL_PRODUCT_US)
+        us = max(one.flops / (prices.PRODUCT * case.peaks.bf16) / 1e6, prices.SMALL_PRODUCT_US)
         if one.bytes_moved:
             us = max(us, moving_us(one.bytes_moved, case.peaks))
-        if us < SLOW / PRODUCT * one.us:
+        if us < SLOW / prices.PRODUCT * one.us:
             times[work], spent = us, spent + one.us
             for dimension in bad:
                 odd[dimension] = -(-dimension // 8) * 8

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
@@ -17,27 +18,17 @@ from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
 
-# CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one
-# for each tensor. A fused optimizer with 53 to 291 tensors takes 490 to 2,800 µs (the medians of 15 recordings), which
-# is 0.8 to 1.7 times what these parts give. A foreach optimizer takes 0.8 to 1.6 launches for each tensor with SGD, and
-# 5 to 8 with AdamW, which reads each tensor's count of steps. Others were not recorded, so 4 is in between.
-OPTIMIZER_LAUNCHES, FUSED_TENSOR_LAUNCHES, FOREACH_TENSOR_LAUNCHES = 20, 1.4, 4
 # A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
-# 930 launches, and one group of them 150 to 190.
-GROUP_LAUNCHES, MANY_GROUPS = 8, 8
-# The same in µs if the number of tensors is not known.
-FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
+# 930 launches, and one group of them 150 to 190. From so many groups on, the advice names them.
+MANY_GROUPS = 8
 # A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
 FUSED = "aten::_fused_"  # starts of fused optimizers' ops
 _start = attrgetter("start")
 # From so many gradients on, setting each to zero is worth a look.
 MANY_ZEROED = 8
-# The share of an optimizer's time that its fused form takes: how often this one reads or writes a tensor, divided by
-# how often the loop's ops do (AdamW: 7 of 20, Adam: 7 of 18, SGD with momentum: 5 of 8, Adagrad: 5 of 11). With 50 to
-# 300 parameters of 64 to 4 million elements, two cores of an EPYC took 0.16 to 0.27 (AdamW), 0.21 to 0.37 (Adam), 0.27
-# to 0.77 (SGD) and 0.31 to 0.41 (Adagrad) of the loop's time.
-FUSED_SHARE = {"AdamW": 0.35, "Adam": 0.39, "SGD": 0.63, "Adagrad": 0.45}
+# The optimizers that have a fused form on a CPU, which reads and writes each tensor less often than a loop.
+FUSED_ON_THE_CPU = ("AdamW", "Adam", "SGD", "Adagrad")
 # SGD without momentum reads and writes nothing twice. Only the momentum is multiplied.
 MULTIPLIES = ("aten::mul_", "aten::_foreach_mul_")
 
@@ -64,7 +55,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
             parameter_groups = _parameter_groups(label)
             most_groups = max(most_groups, parameter_groups)
-            groups_us = (parameter_groups - 1) * GROUP_LAUNCHES * case.launch_us
+            groups_us = (parameter_groups - 1) * prices.CALL * case.launch_us
             updates.append((label, took[fuses[label.name]] + groups_us))
     named = [f"{one.faster} {one.name}" for one in loops]
     return Proposal(
@@ -108,11 +99,9 @@ def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
 
     If the step has several, each gets an equal share of the parameters. Their sum does not depend on who has how many.
     """
-    tensors = _parameters_with_gradients(step)
-    if not tensors or not case.launch_us:
-        return FUSED_OPTIMIZER_US if fused else FOREACH_OPTIMIZER_US
-    each = FUSED_TENSOR_LAUNCHES if fused else FOREACH_TENSOR_LAUNCHES
-    return (OPTIMIZER_LAUNCHES + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
+    tensors = _parameters_with_gradients(step) or prices.PARAMETERS
+    each = prices.AROUND if fused else prices.FOREACH_TENSOR
+    return (prices.CALL + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
 
 
 def _parameters_with_gradients(step: Step) -> int:
@@ -169,7 +158,7 @@ def fused_optimizer_on_the_cpu(case: Case) -> Proposal | None:
     if not updates:
         return None
     found = [slow[label] for label in dict.fromkeys(op.name for op in updates)]
-    spans = [(op.track, op.start + round(FUSED_SHARE[slow[op.name].name] * op.dur), op.end) for op in updates]
+    spans = [(op.track, op.start + round(prices.FUSED_ON_THE_CPU * op.dur), op.end) for op in updates]
     each = "; ".join(f"{one.name} ({one.how}) takes {duration(one.cpu_us)} of the step" for one in found)
     return Proposal(
         without_cpu_time(case.graph, spans),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
 from operator import attrgetter
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
@@ -33,9 +34,6 @@ from tracereader.trace.labels import (
     REDUCES_A_BLOCK,
 )
 
-# The share of the time beside a collective by which compute is longer. With float32 weights in DDP and FSDP on two
-# H200s, it was 38% to 51% over NVLink, and 18% to 45% through the host's memory.
-SLOWER_BESIDE = 0.4
 # DDP flattens the buffers of one type, sends them, and copies them back into the model's tensors.
 BROADCAST, COPY = "c10d::broadcast_", "aten::copy_"
 SENDS_BUFFERS = (
@@ -172,7 +170,7 @@ def _sped_up(steps: Sequence[Step], gone: Sequence[Op]) -> Iterator[tuple[Work, 
             if one.kind != "kernel" or id(one) in removed or is_communication(one):
                 continue
             if together := beside.between(one.start, one.end):
-                yield one, one.us - SLOWER_BESIDE * together / 1e3
+                yield one, one.us - prices.BESIDE_A_COLLECTIVE * together / 1e3
 
 
 def _is_for_backward(op: Op) -> bool:

@@ -4,21 +4,11 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import (
-    CONVOLUTION,
-    FP32_PRODUCT,
-    LEAST_KERNEL_US,
-    PRODUCT,
-    SMALL_PRODUCT_US,
-    SOLVES,
-    TF32_PRODUCT,
-    moving_us,
-    multiplying_us,
-    type_of,
-)
+from tracereader.changes.roofline import SOLVES, moving_us, multiplying_us, type_of
 from tracereader.changes.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.decoding import weight_casts
@@ -34,10 +24,7 @@ from tracereader.trace.kernel_names import decode
 
 # bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
 # and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
-MUCH_FASTER, ATTENTION_IN_TWO_BYTES = 1.5, 0.2
-# autocast adds casts to each product and convolution. On the CPU of an H200's machine, they took 0 to 150 µs for each
-# of them in two recorded models.
-AUTOCAST_US = 60
+MUCH_FASTER = 1.5
 FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 # TF32 is named if it saves at least this share of the time in float64.
 WORTH_NAMING = 0.02
@@ -72,8 +59,8 @@ def _in_tf32(case: Case) -> Proposal | None:
     for work, one, op in case.activities:
         if one.family not in MULTIPLY or not _on_cuda_cores(one, op):
             continue
-        reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
-        flops = one.flops or one.us * FP32_PRODUCT * case.peaks.fp32 * 1e6
+        reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION_OR_ATTENTION
+        flops = one.flops or one.us * prices.PRODUCT * case.peaks.fp32 * 1e6
         us = multiplying_us(flops, reach * case.peaks.tf32, one.bytes_moved or 0, case.peaks)
         if us < one.us:
             times[work], spent = us, spent + one.us
@@ -100,10 +87,10 @@ def _in_two_bytes(case: Case) -> Proposal | None:
     times, spent, kinds = {}, 0.0, set()
     for work, one, op in case.activities:
         if one.family == "attention" and one.name_says.get("types") == "fp32":
-            us = max(one.us * ATTENTION_IN_TWO_BYTES, SMALL_PRODUCT_US)
+            us = max(one.us / prices.OF_A_GOOD_KERNEL, prices.SMALL_PRODUCT_US)
         elif one.family in MULTIPLY and (types := _wide_type(one, op)):
-            reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
-            flops = one.flops or one.us * reached * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
+            reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION_OR_ATTENTION
+            flops = one.flops or one.us * reach * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
             moved = one.bytes_moved or 0
             us = multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
             if op is not None and not in_backward(op):
@@ -118,7 +105,9 @@ def _in_two_bytes(case: Case) -> Proposal | None:
     changed = case.in_all_steps(times)
     calls = [one.launch for one in changed if one.launch is not None]
     return Proposal(
-        with_cpu_time(with_durations(case.graph, changed), [(call.track, call.start, AUTOCAST_US) for call in calls]),
+        with_cpu_time(
+            with_durations(case.graph, changed), [(call.track, call.start, prices.CALL_US) for call in calls]
+        ),
         f"{listed(sorted(kinds))} in fp32 or TF32: {counted(len(times), 'kernel')}, {duration(spent)}",
         f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
         assumed=True,
@@ -188,13 +177,13 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
     so does the solution of a triangular system.
     """
     if one.family in MOVE:
-        return min(one.us, max(one.us / 2, LEAST_KERNEL_US))
+        return min(one.us, max(one.us / 2, prices.LEAST_KERNEL_US))
     if peaks is None or SOLVES.search(one.name):
         return one.us
     if one.family == "convolution":
-        rate = CONVOLUTION * peaks.tf32
+        rate = prices.CONVOLUTION_OR_ATTENTION * peaks.tf32
     else:
-        rate = max(FP32_PRODUCT * peaks.fp32, TF32_PRODUCT * peaks.tf32 if tf32 else 0.0)
+        rate = max(prices.PRODUCT * peaks.fp32, prices.PRODUCT * peaks.tf32 if tf32 else 0.0)
     flops = one.flops or one.us * peaks.fp64 * 1e6
     return min(one.us, multiplying_us(flops, rate, (one.bytes_moved or 0) / 2, peaks))
 

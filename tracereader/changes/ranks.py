@@ -12,6 +12,7 @@ from statistics import fmean, median
 import msgspec
 
 from tracereader import progress
+from tracereader.changes import prices
 from tracereader.changes.catalogue import CHANGES, each_priced
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Opportunity, Proposal, Unprofiled, priced, worth_showing
@@ -56,15 +57,6 @@ from tracereader.trace.types import dtype_of
 
 # DistributedDataParallel's default bucket_cap_mb.
 BUCKET_BYTES = 25 * 2**20
-# The share of hidden communication's time by which the compute beside it becomes longer. NCCL's kernels held 24 of the
-# 132 SMs of an H200, and matrix products beside them took 1.4 to 2.0 times as long. DDP's buckets hid 0.5 ms of each
-# step on two H200s, and compute became 0.3 ms longer. On four H200s, they hid 3.1 ms, and compute became 3.3 ms longer.
-COMES_BACK = 2 / 3
-# The share of the time beside a waiting collective by which compute is longer. The kernel that waits holds SMs, too. In
-# DDP's backward pass on two and four H200s, it was 15% to 27% of that time.
-BESIDE_A_WAIT = 0.2
-# Kernels of half the size take this much longer together. In pipelines of two and four H200s it was 1.08 and 1.09.
-SMALLER_IS_SLOWER = 1.08
 OF_TRAINING = ("all-reduce", *SHARDED)
 # The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,
 # for each of its four bytes.
@@ -256,7 +248,7 @@ def _beside_compute(case: RankCase) -> Graph:
     """Return the graph in which the collectives run beside compute, and the compute beside them takes longer."""
     busy = Lengths(union((one.start, one.end) for one in case.computing))
     exposed_us = {one: (one.end - one.start - busy.between(one.start, one.end)) / 1e3 for one in case.collectives}
-    longer = _longer_compute(case, {one: COMES_BACK * us for one, us in exposed_us.items() if us})
+    longer = _longer_compute(case, {one: prices.COMES_BACK * us for one, us in exposed_us.items() if us})
     return with_durations(overlapped(case.graph, case.collectives), longer)
 
 
@@ -276,7 +268,7 @@ def bucket_size(case: RankCase) -> Proposal | None:
     if not one_bucket(case.summary, one):
         return None
     tail = {
-        work: work.us * (COMES_BACK + (1 - COMES_BACK) * BUCKET_BYTES / collective.bytes)
+        work: work.us * (prices.COMES_BACK + (1 - prices.COMES_BACK) * BUCKET_BYTES / collective.bytes)
         for work, collective in case.matched.items()
         if collective.bytes and collective.bytes > 2 * BUCKET_BYTES
     }
@@ -369,7 +361,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
         return None
     waits = Lengths(union((work.start, work.end - round(us * 1e3)) for work, us in times.items()))
     beside = {one: waits.between(one.start, one.end) / 1e3 for one in case.computing}
-    times |= {one: one.us - BESIDE_A_WAIT * us for one, us in beside.items()}
+    times |= {one: one.us - prices.BESIDE_A_WAIT * us for one, us in beside.items()}
     waited = case.per_step(case.rank.waited_exposed_us)
     evidence = f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, while it computes nothing"
     computes = why is not None and why.reasons and why.reasons[0].part == "computes"
@@ -428,7 +420,7 @@ def more_microbatches(case: RankCase) -> Proposal | None:
     times = {work: work.us - message.waits_us[1] / 2 for work, message in ends}
     if not times:
         return None
-    times |= {one: one.us * SMALLER_IS_SLOWER for one in case.computing}
+    times |= {one: one.us * prices.SMALLER_IS_SLOWER for one in case.computing}
     waits = case.rank.message_waits
     edges = case.per_step(waits.first_us + waits.last_us)
     return Proposal(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
@@ -33,8 +34,6 @@ CHECKS_ERRORS = {
 }
 # This optimizer reads the loss and the sizes of its steps on the CPU.
 READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
-# A launch call that does not block, while the profiler records: 5 to 10 µs in traces of H100s and H200s.
-LAUNCH_US = 10
 
 
 def _waits(case: Case) -> list[Op]:
@@ -129,7 +128,7 @@ def blocking(case: Case) -> Proposal | None:
     if not case.summary.debugging.blocking_launches:
         return None
     calls, here = case.in_each_step(blocking_launches)
-    left = round(LAUNCH_US * 1e3)
+    left = round(prices.LAUNCH_US * 1e3)
     return Proposal(
         without_cpu_time(
             case.graph, [(op.track, op.start + left, op.end) for some in calls for op in some if op.dur > left]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
+from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
@@ -23,8 +24,6 @@ from tracereader.trace import Op, Step
 from tracereader.trace.intervals import clipped, length, length_between, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
 
-# CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
-READY_BATCH_US = 80
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000
@@ -44,7 +43,7 @@ def data_loader(case: Case) -> Proposal | None:
     if not waits or loading is None:
         return None
     graph = with_cpu_time(
-        without_cpu_time(case.graph, spans_of(waits)), [(op.track, op.end, READY_BATCH_US) for op in waits]
+        without_cpu_time(case.graph, spans_of(waits)), [(op.track, op.end, prices.CALL_US) for op in waits]
     )
     single = any("SingleProcess" in op.name for op in waits)
     options, if_idle, least_us = "num_workers=8, pin_memory=True", "", 0.0

@@ -1,0 +1,62 @@
+"""Every number that a prediction assumes beyond the trace: its value, its unit, and the recordings that it is from.
+
+All CPU times are those while the profiler records. replay/changes.py has those of a CUDA graph's launch, which is part
+of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` was within 30% for the same pairs after
+18 prices of CPU work had become 7, and 8 rates of kernels 3.
+"""
+
+# CPU time in launches (Case.launch_us: the lower quartile of the step's own calls that launch a kernel), because CPUs
+# differ.
+# A call through Python that ends in a launch. A Triton kernel's takes 5.4 to 8.8 (17 recordings on two machines), an
+# optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
+CALL = 8.5
+# The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
+# for a parameter, 0.8 to 1.7 for a tensor of a fused optimizer (15 recordings), 0.75 to 1.45 for autograd's record.
+AROUND = 2
+# A tensor of a foreach optimizer: 0.8 to 1.6 with SGD, 5 to 8 with AdamW, which reads each tensor's count of steps.
+FOREACH_TENSOR = 4
+# A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
+PASS = 100
+
+# µs. A call of a few ops: a batch that is ready 74 to 81, autocast's casts 0 to 150 for a product. A call of attention
+# with its views: 35 to 140, in training 100 to 230, its backward 130 to 375, flex_attention's 272 to 331.
+CALL_US, ATTENTION_CALL_US = 50, 100
+# A launch that does not block: 5 to 10 (H100s and H200s).
+LAUNCH_US = 10
+# The parameters of an optimizer whose number the trace does not show.
+PARAMETERS = 100
+
+# Shares of the data sheet's peaks that good kernels reach on an H200. Products: 74 to 83% in bf16, 40 to 72% in TF32,
+# 50 to 75% in fp32 on CUDA cores.
+PRODUCT = 0.6
+# Convolutions: about 30% in TF32. Attention by the FLOPs of the whole matrix of scores: 36 to 66%.
+CONVOLUTION_OR_ATTENTION = 0.35
+# Pointwise kernels: 80 to 92% of the memory bandwidth.
+BANDWIDTH = 0.85
+# µs. Products with little arithmetic: 2.9 to 6.7 in bf16, 3.8 to 4.9 in TF32 (12 sizes); the shortest kernels: 1.
+SMALL_PRODUCT_US, LEAST_KERNEL_US = 4.0, 1.0
+# How many times as long a kernel takes that is not made for its case: products of rows that are not aligned 5.7 and 6.4
+# ("odd_width", "gpt2"), attention in fp32 6.5 and 8.8 times as long as in bf16.
+OF_A_GOOD_KERNEL = 5
+# The fp32 FLOPs of an element in a transcendental op and in any other: ten tanh and twenty products and sums of 67
+# million elements take 466 µs in one kernel.
+TRANSCENDENTAL, ARITHMETIC = 40, 3
+# Attention's backward, for each FLOP of its forward: five products instead of two.
+BACKWARD_FLOPS = 2.5
+# A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own: 3.1
+# for a batch norm, 3.8 for its backward (ResNet-50, ResNet-152), 1.8 to 4.3 for a layer norm's backward.
+BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
+
+# GB/s of copies between the CPU and an H200, from and to pageable and pinned memory: 8 and 55.
+PAGEABLE_GB_S, PINNED_GB_S = 8, 50
+# The share of a lookup in torch.compile's cache that is left with skip_guard_eval_unsafe: 0.14 to 0.24.
+GUARDS_LEFT = 0.2
+# The share of a loop's time that a fused optimizer takes on a CPU: 0.16 to 0.41, SGD 0.27 to 0.77 (50 to 300
+# parameters, an EPYC).
+FUSED_ON_THE_CPU = 0.4
+
+# Shares of a time beside communication by which compute is longer: 0.18 to 0.51 beside collectives (two H200s), 0.15 to
+# 0.27 beside a collective that waits. COMES_BACK is that of a collective that is newly hidden: 0.6 to 1.1.
+BESIDE_A_COLLECTIVE, BESIDE_A_WAIT, COMES_BACK = 0.4, 0.2, 2 / 3
+# How many times as long kernels of half the size take together: 1.08 and 1.09 (pipelines of two and four H200s).
+SMALLER_IS_SLOWER = 1.08
