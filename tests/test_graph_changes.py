@@ -20,7 +20,7 @@ from test_later_workloads import case_of, edited
 from test_opportunities import launch_quartile, priced_changes, raw_events
 
 from tracereader import cli
-from tracereader.changes import catalogue, fusion, graphs, prices
+from tracereader.changes import catalogue, fusion, graphs, prices, vetoes
 from tracereader.figures import summarize
 from tracereader.figures.autograd import added_gradients, backward_begins
 from tracereader.figures.side import Side
@@ -337,7 +337,7 @@ def test_rnns_are_not_told_to_be_compiled(monkeypatch):
     """Dynamo does not capture nn.LSTM. Without the profiler, a compiled model with it took 12.9 ms instead of 10.7."""
     found = priced_changes(file_of("lstm"))
     assert "fuse_pointwise" not in found and "torch.compile" not in found["cuda_graph"].how
-    monkeypatch.setattr(fusion, "RNNS", ())
+    monkeypatch.setattr(vetoes, "RNNS", ())
     found = priced_changes(file_of("lstm"))
     assert "fuse_pointwise" in found and "torch.compile" in found["cuda_graph"].how
 

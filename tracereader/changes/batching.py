@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case, Entry
-from tracereader.changes.fusion import BATCH_NORM
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import as_one_kernel_us, moving_us
 from tracereader.changes.same_work import LEFT, products, same_flops
+from tracereader.changes.vetoes import BATCH_NORM
 from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import repeated_names

@@ -23,6 +23,7 @@ from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
 from tracereader.changes.same_work import newly_compiled
+from tracereader.changes.vetoes import is_vetoed
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.side import Side
@@ -110,10 +111,9 @@ def each_priced(
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")
-        if on_gpu:
-            proposal = change.propose(case) if holds_on(change.needs, backend) else None
-        else:
-            proposal = change.on_cpu(case)
+        if is_vetoed(change.name, case) or (on_gpu and not holds_on(change.needs, backend)):
+            continue
+        proposal = (change.propose if on_gpu else change.on_cpu)(case)
         if proposal is None:
             continue
         shortens = alone and (kept := _with_collectives(case, proposal.graph)) is not proposal.graph

@@ -16,8 +16,9 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_tensor_cores
 from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
+from tracereader.changes.vetoes import BATCH_NORM, has_batch_norms_of_volumes
 from tracereader.changes.vocabulary import FOREACH, OF_UNKNOWN_SIZE, is_compiled
-from tracereader.figures.autograd import backward_begins, in_backward, kept_by_step, outside_model
+from tracereader.figures.autograd import backward_begins, kept_by_step, outside_model
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.pace import PAUSE_US, with_a_middle
@@ -59,7 +60,6 @@ LONGEST_CHAIN = 64
 # on an H100) became 31 kernels, took 45 s to compile, and 2.4 ms instead of 5.9. A loop of 48 steps was still being
 # compiled after 110 s, and two of 128 after 230 s.
 MANY_REDUCTIONS, UNROLLED = 4, 12
-BATCH_NORM = "batch_norm"  # in its ops' names
 # If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
 # three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
 MOSTLY_BATCH_NORM = 0.5
@@ -73,24 +73,10 @@ MUCH_IN_LOSS = 0.3
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
-FFTS = "aten::_fft_"
-SPARSE_PRODUCT, GROUPED_PRODUCTS = "aten::_sparse_addmm", "grouped_mm"
-RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
+GROUPED_PRODUCTS = "grouped_mm"
 
 
 def fuse_pointwise(case: Case) -> Proposal | None:
-    if not case.ops_recorded:
-        return None  # equal grids alone show twice as many chains as there are
-    if case.summary.training.has_sparse_gradients:
-        return None  # a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0
-    if case.differentiates_twice or case.summary.debugging.checked_gradients:
-        return None
-    if has_ffts(case):
-        return None  # a Fourier neural operator took 9.4 ms compiled instead of 6.8
-    if case.has(SPARSE_PRODUCT.__eq__):
-        return None  # a graph network with torch.sparse.mm took 5.4 ms compiled instead of 3.9
-    if case.trace.trains and has_rnns(case):
-        return None  # a language model with an LSTM took 12.9 ms compiled instead of 10.7
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
     saves_calls = case.trace.trains and not case.summary.launches_graphs and not _has_outputs_of_unknown_size(case)
     if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
@@ -265,26 +251,6 @@ def _has_outputs_of_unknown_size(case: Case) -> bool:
 def _is_mostly_batch_norm(fusable: Sequence[Entry]) -> bool:
     us = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
     return us >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable)
-
-
-def has_batch_norms_of_volumes(case: Case) -> bool:
-    """Return whether the typical step normalizes volumes over the batch, for which compiled code may be far slower.
-
-    Instance normalization calls the same ops, and is not meant: a compiled 3-D U-Net with it saved 18%.
-    """
-    calls = case.step.named(lambda name: name.startswith("aten::") and BATCH_NORM in name)
-    of_volumes = (op for op in calls if len(op.inputs.dims_at(0) or ()) == 5 and not in_backward(op))
-    return any(all(above.name != "aten::instance_norm" for above in op.above()) for op in of_volumes)
-
-
-def has_rnns(case: Case) -> bool:
-    """Return whether the trace has an RNN of cuDNN or MIOpen. torch.compile leaves nn.LSTM, nn.GRU and nn.RNN eager."""
-    return not case.trace.op_names.isdisjoint(RNNS)
-
-
-def has_ffts(case: Case) -> bool:
-    """Return whether the trace has Fourier transforms. torch.compile leaves them and other complex ops eager."""
-    return case.has(lambda name: name.startswith(FFTS))
 
 
 def includes_the_loss(case: Case) -> bool:

@@ -11,9 +11,10 @@ import msgspec
 from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
-from tracereader.changes.fusion import has_batch_norms_of_volumes, has_ffts, has_rnns, includes_the_loss
+from tracereader.changes.fusion import includes_the_loss
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
+from tracereader.changes.vetoes import stays_eager
 from tracereader.changes.vocabulary import OF_UNKNOWN_SIZE
 from tracereader.changes.waits import READ_A_VALUE, copied, waits_in
 from tracereader.figures.autograd import (
@@ -68,7 +69,6 @@ WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
 READS_A_TRUTH = "aten::is_nonzero"
-PACKS = "aten::_pack_padded_sequence"
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10
 # What synchronizes between the launches of a graph.
@@ -81,12 +81,6 @@ def cuda_graph(case: Case) -> Proposal | None:
     single = case.is_single  # whether other steps make the same launches is not known
     if summary.chosen.launches < 2 or not can_be_captured(case):
         return None
-    if case.growing_keys is not None or case.recomputed_tokens is not None:
-        return None  # a graph is of one number of keys: see static_cache
-    if case.in_flex:
-        return None  # it copies from pageable memory in each call: see compile_flex
-    if case.has(PACKS.__eq__):
-        return None  # what an RNN launches then depends on the lengths of the sequences
     many = summary.chosen.launches >= MANY_LAUNCHES
     if not (summary.llm.same_in_all_steps or single):
         if case.differentiates_twice:
@@ -209,8 +203,7 @@ def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
 
 def _compiled(case: Case) -> str:
     """Return how torch.compile makes graphs of a model, as the first of two ways; "" if it does not."""
-    eager = has_batch_norms_of_volumes(case) or has_rnns(case) or has_ffts(case)
-    if eager:
+    if stays_eager(case):
         return ""
     if includes_the_loss(case):
         return 'torch.compile the model and the loss with mode="reduce-overhead", or '

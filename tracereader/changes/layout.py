@@ -19,6 +19,7 @@ from tracereader.changes.same_work import (
     single_products,
     usual_type,
 )
+from tracereader.changes.vetoes import NEED_CONTIGUOUS
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import cloned_inputs
 from tracereader.figures.decoding import expanded
@@ -37,8 +38,6 @@ SLOW = 0.4
 # needs rows of a multiple of 16 bytes. On an H200, products by align1 kernels in bf16 take 5.7 and 6.4 times as long as
 # with padded dimensions (the committed pairs "odd_width" and "gpt2").
 UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
-# Ops that copy their input to the contiguous layout if it has another one.
-NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 
 
@@ -128,12 +127,8 @@ def channels_last(case: Case) -> Proposal | None:
 def _channels_last_layout(case: Case, ops: Iterable[Op]) -> tuple[str, str] | None:
     """Return the layout with the channels last that these ops' first inputs can have, and what these inputs are.
 
-    Without recorded shapes they are taken for images. The result is None for other inputs, and if the step has ops that
-    need the contiguous layout. With channels_last, a U-Net's blocks with group normalization took 7.9 ms instead of 5.8
-    on an H200, and with channels_last_3d, the training of one with instance normalization took 50.6 ms instead of 42.3.
+    Without recorded shapes they are taken for images. The result is None for other inputs.
     """
-    if case.step.named(NEED_CONTIGUOUS.__contains__):
-        return None
     ranks = {len(dims) for op in ops for dims in op.inputs.dims[:1]}
     if 5 in ranks:
         return "channels_last_3d", "volumes"
