@@ -22,7 +22,7 @@ from test_opportunities import launch_quartile, priced_changes, raw_events
 from tracereader import cli
 from tracereader.changes import catalogue, fusion, graphs, prices, vetoes
 from tracereader.figures import summarize
-from tracereader.figures.autograd import added_gradients, backward_begins
+from tracereader.figures.phases import added_gradients, backward_begins
 from tracereader.figures.side import Side
 from tracereader.replay import cuda_graph, graph_of
 from tracereader.replay.changes import GRAPH_GAP_US

@@ -21,11 +21,11 @@ from tracereader.changes.same_work import (
 )
 from tracereader.changes.vocabulary import MASKS
 from tracereader.figures.attention import SDPA
-from tracereader.figures.autograd import backward_nodes, in_backward
 from tracereader.figures.avoidable import CUDNN_ATTENTION, SDPA_MATH, planning, triangles
 from tracereader.figures.decoding import expanded, expanded_by_inductor
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
+from tracereader.figures.phases import backward_nodes, in_backward
 from tracereader.figures.side import Side
 from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us

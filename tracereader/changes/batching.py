@@ -13,8 +13,8 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import as_one_kernel_us, moving_us
 from tracereader.changes.same_work import LEFT, products, same_flops
 from tracereader.changes.vetoes import BATCH_NORM
-from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.phases import backward_begins, in_backward
 from tracereader.figures.repeats import repeated_names
 from tracereader.figures.side import Side
 from tracereader.figures.steps import labels

@@ -10,10 +10,10 @@ import msgspec
 from tracereader.changes.opportunity import Unprofiled
 from tracereader.figures import Summary
 from tracereader.figures.attention import growing_keys, passes, recomputed_tokens
-from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
+from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.finding import WORTH_SHOWING

@@ -1,6 +1,5 @@
 """Changes by torch.compile: fused kernels, and what compiled code does in each call."""
 
-import bisect
 import math
 import re
 from collections import Counter, defaultdict
@@ -18,10 +17,10 @@ from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
 from tracereader.changes.vetoes import BATCH_NORM, has_batch_norms_of_volumes
 from tracereader.changes.vocabulary import FOREACH, OF_UNKNOWN_SIZE, is_compiled
-from tracereader.figures.autograd import backward_begins, kept_by_step, outside_model
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.pace import PAUSE_US, with_a_middle
+from tracereader.figures.phases import backward_begins, of_the_loss, outside_model
 from tracereader.figures.side import Side
 from tracereader.figures.steps import compilations
 from tracereader.findings.faster import ALMOST, share_in_common
@@ -37,8 +36,8 @@ from tracereader.replay import (
     with_smaller_graphs,
     without_cpu_time,
 )
-from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.families import FUSABLE, HEAVY, says
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.families import FUSABLE
 from tracereader.trace.intervals import minus, union
 from tracereader.trace.labels import (
     ACCUMULATES,
@@ -149,7 +148,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
 
 def _share_in_the_loss(case: Case, chains: Sequence[tuple[list[Entry], float]]) -> float:
     """Return the share of the chains' saved GPU time that is in the loss; 0 if it is small, or little of the step."""
-    loss = {id(one) for part in _of_the_loss(case.trace, case.step) for one in part}
+    loss = {id(one) for part in of_the_loss(case.trace, case.step) for one in part}
     saved = [(sum(one.us for _, one, _ in chain) - us, chain) for chain, us in chains]
     in_loss = sum(us for us, chain in saved if all(id(work) in loss for work, _, _ in chain))
     share = in_loss / (sum(us for us, _ in saved) or 1)
@@ -256,31 +255,15 @@ def _is_mostly_batch_norm(fusable: Sequence[Entry]) -> bool:
 def includes_the_loss(case: Case) -> bool:
     """Return whether changes of the model take in a loss of many ops, because it does not wait."""
     least = MANY_IN_LOSS * len(backward_begins(case.trace, case.step))
-    return sum(map(len, _of_the_loss(case.trace, case.step))) > least and not _of_losses_that_wait(case)
+    return sum(map(len, of_the_loss(case.trace, case.step))) > least and not _of_losses_that_wait(case)
 
 
 def _of_losses_that_wait(case: Case) -> set[int]:
     """Return the ids of what losses launch that wait for the GPU. Compiled code ends where it waits."""
-    found = _of_the_loss(case.trace, case.step)
+    found = of_the_loss(case.trace, case.step)
     waits = [op.start for op in waits_of(case.step)] if found else []
     waiting = (part for part in found if any(part[0].launch.start < wait < part[-1].launch.start for wait in waits))
     return {id(one) for part in waiting for one in part}
-
-
-@kept_by_step
-def _of_the_loss(trace: Trace, step: Step) -> list[list[Work]]:
-    """Return what a step launches between two heavy activities if a backward pass begins between the two."""
-    begins = backward_begins(trace, step)
-    launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
-    starts = [one.launch.start for one in launched]
-    heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]
-    found: list[list[Work]] = []
-    for place in {bisect.bisect_left(heavy, begin.start) for begin in begins}:
-        if 0 < place < len(heavy):
-            first, last = heavy[place - 1 : place + 1]
-            part = launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
-            found += [part] if part else []
-    return found
 
 
 def _accumulating(case: Case) -> set[int]:

@@ -17,19 +17,22 @@ from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
 from tracereader.changes.vetoes import stays_eager
 from tracereader.changes.vocabulary import OF_UNKNOWN_SIZE
 from tracereader.changes.waits import READ_A_VALUE, copied, waits_in
-from tracereader.figures.autograd import (
+from tracereader.figures.avoidable import COPYING
+from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
+from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.phases import (
     BACKWARD,
     FORWARD,
     added_gradients,
     backward_begins,
     backward_nodes,
+    beside_backward,
+    first_of_backward,
     in_backward,
     of_model,
     outside_model,
+    work_beside_the_model,
 )
-from tracereader.figures.avoidable import COPYING
-from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
-from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.side import Side
 from tracereader.figures.sizes import MATMULS
@@ -44,7 +47,7 @@ from tracereader.replay.changes import Run, launches_between_waits
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS, REGION
+from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION
 
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.
@@ -270,7 +273,7 @@ def _inside_the_model(case: Case, step: Step, waits: Sequence[Op]) -> list[Op]:
 
     Before the first backward that is not known, because forward may begin with parts that need no gradients.
     """
-    since, inside = _first_of_backward(step), Lengths(of_model(case.trace, step))
+    since, inside = first_of_backward(step), Lengths(of_model(case.trace, step))
     return [op for op in waits if not inside.ends or op.start < since or inside.between(op.start, op.start + 1)]
 
 
@@ -351,10 +354,10 @@ def update_graph(case: Case) -> Proposal | None:
         return None
     found, launches, us = [], 0, 0.0
     for step in case.steps:
-        if not _launch_many(_beside_backward(step)):
+        if not _launch_many(beside_backward(step)):
             continue
-        own = {id(one) for one in _work_beside_the_model(case, step)}
-        since = _first_of_backward(step)
+        own = {id(one) for one in work_beside_the_model(case.trace, step)}
+        since = first_of_backward(step)
         sizes = step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
         if any(op.start >= since and not in_backward(op) for op in sizes):
             return None
@@ -420,33 +423,15 @@ def _beside_the_model(case: Case, step: Step) -> list[Op]:
     If autograd's events tie no backward to a forward, these are the outermost ops and calls after the last backward.
     """
     end = max((node.end for node in backward_nodes(step)), default=step.end)
-    beside = _beside_backward(step)
+    beside = beside_backward(step)
     if not case.trace.forward_of or (not _launch_many(beside) and all(op.start >= end for op in beside)):
         return [op for op in beside if op.start >= end]
-    return [one.launch for one in _work_beside_the_model(case, step)]
-
-
-def _beside_backward(step: Step) -> list[Op]:
-    """Return the outermost ops and calls after backward's first op, without backward's, optimizers' and loaders'."""
-    since = _first_of_backward(step)
-    left_out = (AUTOGRAD, OPTIMIZERS, LOADER)
-    return [op for op in step.outermost if op.start >= since and not op.name.startswith(left_out)]
+    return [one.launch for one in work_beside_the_model(case.trace, step)]
 
 
 def _launch_many(ops: Sequence[Op]) -> bool:
     work = (one for op in ops for one in op.work_below())
     return next(islice(work, MANY_LAUNCHES - 1, None), None) is not None
-
-
-def _work_beside_the_model(case: Case, step: Step) -> list[Work]:
-    """Return the activities that are launched after a backward has begun, by neither forward nor backward."""
-    since, outside = _first_of_backward(step), outside_model(case.trace, step)
-    return [one for one in step.work if id(one) in outside and one.launch is not None and one.launch.start >= since]
-
-
-def _first_of_backward(step: Step) -> int:
-    """Return the start (ns) of the first op of backward; the step's end without backward."""
-    return min((node.start for node in backward_nodes(step)), default=step.end)
 
 
 def can_be_captured(case: Case) -> bool:

@@ -20,10 +20,10 @@ from tracereader.changes.same_work import (
     usual_type,
 )
 from tracereader.changes.vetoes import NEED_CONTIGUOUS
-from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import cloned_inputs
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.phases import in_backward
 from tracereader.figures.side import Side
 from tracereader.findings.faster import share_in_common
 from tracereader.findings.finding import counted, duration, listed

@@ -9,7 +9,7 @@ from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, by_calls, same_heavy
-from tracereader.figures.autograd import added_gradients
+from tracereader.figures.phases import added_gradients
 from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed

@@ -10,10 +10,10 @@ from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import SOLVES, moving_us, multiplying_us, type_of
 from tracereader.changes.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
-from tracereader.figures.autograd import in_backward
 from tracereader.figures.decoding import weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
+from tracereader.figures.phases import in_backward
 from tracereader.figures.side import Side
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tracereader.changes.context import Case
-from tracereader.figures.autograd import in_backward
+from tracereader.figures.phases import in_backward
 
 # torch.compile leaves these eager, nn.LSTM, nn.GRU and nn.RNN among them.
 RNNS, FFTS = ("aten::_cudnn_rnn", "aten::miopen_rnn"), "aten::_fft_"
@@ -51,7 +51,7 @@ VETOES = (
     Veto("fuse_pointwise", lambda case: case.summary.training.has_sparse_gradients,
          "a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0"),
     Veto("fuse_pointwise", lambda case: case.differentiates_twice, "torch.compile cannot do that"),
-    Veto("fuse_pointwise", lambda case: case.summary.debugging.checked_gradients > 0, "its checks come first: anomaly_detection"),
+    Veto("fuse_pointwise", lambda case: case.summary.debugging.checked_gradients > 0, "anomaly_detection comes first"),
     Veto("fuse_pointwise", has_ffts, "a Fourier neural operator took 9.4 ms compiled instead of 6.8"),
     Veto("fuse_pointwise", lambda case: case.has("aten::_sparse_addmm".__eq__),
          "a graph network with torch.sparse.mm took 5.4 ms compiled instead of 3.9"),

@@ -8,8 +8,8 @@ from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
 from tracereader.changes.vocabulary import NEED_THE_SIZE, SELECTS
-from tracereader.figures.autograd import in_backward
 from tracereader.figures.debugging import blocking_launches, gradient_checks
+from tracereader.figures.phases import in_backward
 from tracereader.figures.side import Side
 from tracereader.figures.training import asking
 from tracereader.findings.device_words import CUDA_OR_HIP

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tracereader.figures.autograd import in_backward
 from tracereader.figures.gpu_work import launch_args
+from tracereader.figures.phases import in_backward
 from tracereader.figures.sizes import MATMULS, product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says

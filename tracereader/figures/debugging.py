@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tracereader.figures.autograd import backward_nodes
+from tracereader.figures.phases import backward_nodes
 from tracereader.trace import Op, Step, Trace
 
 # What anomaly detection calls for each gradient (torch/csrc/autograd/engine.cpp). A program's own hook cannot call the

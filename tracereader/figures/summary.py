@@ -7,7 +7,6 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.autograd import by_phase
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.communication import Communication, communication
@@ -38,6 +37,7 @@ from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import lanes_us, window
+from tracereader.figures.phases import by_phase
 from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.profiler import Profiler, profiler
 from tracereader.figures.recording import Recording, recording_of

@@ -7,8 +7,8 @@ from operator import attrgetter, itemgetter
 
 import msgspec
 
-from tracereader.figures.autograd import backward_nodes, in_backward
 from tracereader.figures.pace import on_its_thread
+from tracereader.figures.phases import backward_nodes, in_backward
 from tracereader.figures.places import Place
 from tracereader.figures.steps import graph_spans, ids_inside, labels, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost

@@ -1,4 +1,7 @@
-"""Forward, backward and optimizer of a step by autograd's events, for programs that do not annotate them."""
+"""Which part of a step something belongs to: forward, loss, backward, optimizer, or what is beside the model.
+
+Autograd's events tell, for programs that do not annotate these parts.
+"""
 
 import bisect
 from collections import Counter, defaultdict
@@ -9,7 +12,8 @@ from typing import TypeVar
 
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.figures.steps import outermost_named
-from tracereader.trace import Op, Step, Trace
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Intervals, Lengths, length, minus, union
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 
@@ -191,3 +195,37 @@ def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:
             following = bisect.bisect_left(some, frame.start)
             if following < len(some) and some[following] < frame.end and frame.start >= step.start and not rerun(frame):
                 yield frame
+
+
+@kept_by_step
+def of_the_loss(trace: Trace, step: Step) -> list[list[Work]]:
+    """Return what a step launches between two heavy activities if a backward pass begins between the two."""
+    begins = backward_begins(trace, step)
+    launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
+    starts = [one.launch.start for one in launched]
+    heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]
+    found: list[list[Work]] = []
+    for place in {bisect.bisect_left(heavy, begin.start) for begin in begins}:
+        if 0 < place < len(heavy):
+            first, last = heavy[place - 1 : place + 1]
+            part = launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
+            found += [part] if part else []
+    return found
+
+
+def beside_backward(step: Step) -> list[Op]:
+    """Return the outermost ops and calls after backward's first op, without backward's, optimizers' and loaders'."""
+    since = first_of_backward(step)
+    left_out = (AUTOGRAD, OPTIMIZERS, LOADER)
+    return [op for op in step.outermost if op.start >= since and not op.name.startswith(left_out)]
+
+
+def work_beside_the_model(trace: Trace, step: Step) -> list[Work]:
+    """Return the activities that are launched after a backward has begun, by neither forward nor backward."""
+    since, outside = first_of_backward(step), outside_model(trace, step)
+    return [one for one in step.work if id(one) in outside and one.launch is not None and one.launch.start >= since]
+
+
+def first_of_backward(step: Step) -> int:
+    """Return the start (ns) of the first op of backward; the step's end without backward."""
+    return min((node.start for node in backward_nodes(step)), default=step.end)
