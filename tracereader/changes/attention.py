@@ -19,9 +19,7 @@ from tracereader.changes.same_work import (
     same_on_the_cpu,
     same_products,
 )
-from tracereader.changes.vocabulary import MASKS
-from tracereader.figures.attention import SDPA
-from tracereader.figures.avoidable import CUDNN_ATTENTION, SDPA_MATH, planning, triangles
+from tracereader.figures.avoidable import CUDNN_ATTENTION, planning, triangles
 from tracereader.figures.decoding import expanded, expanded_by_inductor
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
@@ -29,7 +27,7 @@ from tracereader.figures.phases import backward_nodes, in_backward
 from tracereader.figures.side import Side
 from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
-from tracereader.figures.unfused import BATCHED, SOFTMAX, on_the_cpu
+from tracereader.figures.unfused import on_the_cpu
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.faster import graphs_launched
 from tracereader.findings.finding import counted, duration, listed
@@ -44,16 +42,15 @@ from tracereader.replay import (
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
 from tracereader.trace.labels import AUTOGRAD, FLEX_ATTENTION
+from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD
 
 # An op that only the math backend of scaled_dot_product_attention calls, in names of compiled kernels, too.
 SAFE_SOFTMAX = "_safe_softmax"
-SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
 # With fewer keys, the fused kernel is hardly faster: 3.9 and 3.8 ms with 64 keys, and 19 and 20 ms with 256 keys in
 # training. With 256 keys it took 5.7 ms instead of 10.2, 5.9 instead of 8.4 and 11.7 instead of 16.5; with 1,024 keys
 # 28 instead of 146, and 114 instead of 348 in training (the same machine).
 LEAST_KEYS, LEAST_KEYS_IN_TRAINING = 256, 512
 DROPS = ("aten::native_dropout", "aten::bernoulli_")
-ADDS = ("aten::add", "aten::add_")  # a mask to the scores
 
 
 def _is_of_the_layer(op: Op) -> bool:

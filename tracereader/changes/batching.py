@@ -19,10 +19,10 @@ from tracereader.figures.repeats import repeated_names
 from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted
-from tracereader.findings.ops import EMPTY, SLICES
 from tracereader.replay import Graph, fused, with_durations, without_cpu_time
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.op_names import EMPTY, SLICES
 
 # From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16

@@ -29,6 +29,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY
+from tracereader.trace.op_names import COPIES_INPUTS
 
 # If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
 WAITS_LONGER = 2
@@ -45,7 +46,6 @@ ALLOCATES = {
     for what in ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
 }
 GPU_ALLOCATES, GPU_FREES = {"cudaMalloc", "hipMalloc"}, {"cudaFree", "hipFree"}
-COPIES_INPUTS = "aten::_foreach_copy_"
 ALLOCATING_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
 
 

@@ -16,7 +16,6 @@ from tracereader.changes.precision import follows_tensor_cores
 from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
 from tracereader.changes.vetoes import BATCH_NORM, has_batch_norms_of_volumes
-from tracereader.changes.vocabulary import FOREACH, OF_UNKNOWN_SIZE, is_compiled
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.pace import PAUSE_US, with_a_middle
@@ -50,6 +49,7 @@ from tracereader.trace.labels import (
     REGION,
     WRAPPERS,
 )
+from tracereader.trace.op_names import FOREACH, OF_UNKNOWN_SIZE
 from tracereader.trace.types import Inputs
 
 COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
@@ -86,10 +86,10 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         saves_calls = False
         if not case.could_gain(FUSABLE) or has_batch_norms_of_volumes(case):
             return None
-    compiled = sum(one.us for _, one, _ in fusable if is_compiled(one))
+    compiled = sum(one.us for _, one, _ in fusable if one.is_compiled)
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
-    eager = {id(work) for work, one, op in fusable if not (is_compiled(one) or _is_in_compiled_code(case, op))}
+    eager = {id(work) for work, one, op in fusable if not (one.is_compiled or _is_in_compiled_code(case, op))}
     alike = list(_of_equal_size(_runs(case, eager)))
     # Each chain with the time (µs) of the kernel that replaces it.
     chains = [

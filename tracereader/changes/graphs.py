@@ -15,9 +15,7 @@ from tracereader.changes.fusion import includes_the_loss
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
 from tracereader.changes.vetoes import stays_eager
-from tracereader.changes.vocabulary import OF_UNKNOWN_SIZE
-from tracereader.changes.waits import READ_A_VALUE, copied, waits_in
-from tracereader.figures.avoidable import COPYING
+from tracereader.changes.waits import copied, waits_in
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.phases import (
@@ -35,7 +33,6 @@ from tracereader.figures.phases import (
 )
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.side import Side
-from tracereader.figures.sizes import MATMULS
 from tracereader.figures.steps import labels
 from tracereader.figures.training import asking
 from tracereader.findings.device_words import CUDA_OR_HIP
@@ -48,6 +45,7 @@ from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION
+from tracereader.trace.op_names import COPYING, INDEXES, MATMULS, OF_UNKNOWN_SIZE, READ_A_VALUE
 
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.
@@ -69,8 +67,6 @@ CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "
 COUNTS_NO_STEPS = "SGD"  # has no argument capturable
 ALL_OF_A_STEP = "torch.cuda.graph around the whole step, if no number of Python that it uses changes"
 WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step"
-# Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
-INDEXES = ("aten::index", "aten::_index_put_impl_")
 READS_A_TRUTH = "aten::is_nonzero"
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10

@@ -22,7 +22,7 @@ from tracereader.changes.same_work import (
 )
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
-from tracereader.figures.decoding import CASTS, growing_appends
+from tracereader.figures.decoding import growing_appends
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
 from tracereader.figures.training import unused_nodes
@@ -34,6 +34,7 @@ from tracereader.findings.training import MANY_NODES
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Work
+from tracereader.trace.op_names import COPYING
 
 STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 
@@ -47,7 +48,7 @@ def last_logits(case: Case) -> Proposal | None:
         # The casts of the logits become shorter, too.
         of_logits = one is head or (
             op is not None
-            and op.name in CASTS
+            and op.name in COPYING
             and (dims := op.inputs.dims_at(0))
             and math.prod(dims) == shape.m * shape.n
         )

@@ -19,7 +19,6 @@ from tracereader.changes.same_work import (
     single_products,
     usual_type,
 )
-from tracereader.changes.vetoes import NEED_CONTIGUOUS
 from tracereader.figures.avoidable import cloned_inputs
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -29,6 +28,7 @@ from tracereader.findings.faster import share_in_common
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import with_durations, without_ops, without_work
 from tracereader.trace import Op
+from tracereader.trace.op_names import NEED_CONTIGUOUS
 
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")

@@ -17,13 +17,13 @@ from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time, wi
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
+from tracereader.trace.op_names import FUSED
 
 # A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
 # 930 launches, and one group of them 150 to 190. From so many groups on, the advice names them.
 MANY_GROUPS = 8
 # A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
-FUSED = "aten::_fused_"  # starts of fused optimizers' ops
 _start = attrgetter("start")
 # From so many gradients on, setting each to zero is worth a look.
 MANY_ZEROED = 8

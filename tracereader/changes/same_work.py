@@ -8,17 +8,15 @@ from tracereader.figures.avoidable import LARGEST_RANK, LOWER
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
 from tracereader.figures.sizes import Product
-from tracereader.figures.unfused import BATCHED
 from tracereader.findings.faster import ALMOST, graphs_launched, share_in_common
 from tracereader.trace.families import HEAVY
 from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
+from tracereader.trace.op_names import BATCHED, CONVOLUTIONS, PRODUCTS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
 # Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
 SAME_FLOPS = 0.05
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 
 def is_of_rank(one: Product) -> bool:
@@ -107,7 +105,7 @@ def same_products_as_long(before: Side, after: Side) -> bool:
 
 def compiled(side: Side) -> bool:
     """Return whether Inductor wrote some of the step's kernels."""
-    return any(one.maker.startswith("Inductor") for one in side.summary.gpu_work)
+    return any(one.is_compiled for one in side.summary.gpu_work)
 
 
 def newly_compiled(before: Side, after: Side) -> bool:

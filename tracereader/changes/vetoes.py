@@ -5,11 +5,8 @@ from typing import NamedTuple
 
 from tracereader.changes.context import Case
 from tracereader.figures.phases import in_backward
+from tracereader.trace.op_names import FFTS, NEED_CONTIGUOUS, RNNS
 
-# torch.compile leaves these eager, nn.LSTM, nn.GRU and nn.RNN among them.
-RNNS, FFTS = ("aten::_cudnn_rnn", "aten::miopen_rnn"), "aten::_fft_"
-# Ops that copy their input to the contiguous layout if it has another one.
-NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 BATCH_NORM = "batch_norm"  # in its ops' names
 
 

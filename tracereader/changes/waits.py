@@ -7,7 +7,6 @@ from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
-from tracereader.changes.vocabulary import NEED_THE_SIZE, SELECTS
 from tracereader.figures.debugging import blocking_launches, gradient_checks
 from tracereader.figures.phases import in_backward
 from tracereader.figures.side import Side
@@ -18,11 +17,10 @@ from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import waits_of, without_cpu_time, without_ops, without_waits
 from tracereader.trace import Op, Work
 from tracereader.trace.labels import LOADER, OPTIMIZER
+from tracereader.trace.op_names import NEED_THE_SIZE, READ_A_VALUE, SELECTS
 
 # The share of the step that it waits for the DataLoader's workers from which on they set its pace.
 WORKERS_SET_THE_PACE = 0.1
-# Ops that only copy a value from the GPU.
-READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 MANY_READS = 8  # so many values in a step are worth to be collected
 # Ops that wait for the GPU only to report an error, and torch's variants that do not (torch.linalg's documentation).
 CHECKS_ERRORS = {

@@ -11,7 +11,6 @@ from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, same_heavy, the_same_work
-from tracereader.changes.vocabulary import FOREACH
 from tracereader.figures.gpu_time import is_python, python_in
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.side import Side
@@ -23,6 +22,7 @@ from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step
 from tracereader.trace.intervals import clipped, length, length_between, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
+from tracereader.trace.op_names import FOREACH
 
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.

@@ -10,6 +10,7 @@ import msgspec
 
 from tracereader.trace import Op, Step, kernel_names
 from tracereader.trace.facts import AttentionFacts
+from tracereader.trace.op_names import SDPA
 from tracereader.trace.types import Inputs
 
 # Attention ops whose first three inputs are query, key and value: the positions of [batch, heads, sequence] in their
@@ -21,8 +22,6 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 4),
 }  # fmt: skip
-# The op that calls one of these backends, or a fallback of several ops.
-SDPA = "aten::scaled_dot_product_attention"
 # flex_attention's forward kernel, which is an op of its own in compiled code. Its mask is code, so no argument shows
 # it.
 FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)

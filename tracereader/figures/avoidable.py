@@ -9,23 +9,18 @@ import msgspec
 
 from tracereader.figures.gpu_work import launch_args
 from tracereader.figures.phases import in_backward
-from tracereader.figures.sizes import MATMULS, product
+from tracereader.figures.sizes import product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.op_names import ADDS, COPYING, LINEAR, MATMULS, SDPA_MATH
 from tracereader.trace.types import dtype_of
 
 # Ops that make a tensor of constants.
 MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 # Ops that accompany them when a mask is made.
 MASK_OPS = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "unsqueeze", "expand", "as_strided")
-SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 # Ops around a product that only dispatch to it.
 DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
-# Ops that copy a tensor, also to another device, and do nothing else.
-COPYING = ("aten::copy_", "aten::_to_copy", "aten::to")
-# What adds a low-rank adapter's result to its layer's, the products of both, and what else an adapter may do. peft's
-# ranks are 8 to 64 by default and in its examples; a product of a rank that is not small saves little arithmetic.
-ADDS, LINEAR = ("aten::add", "aten::add_"), ("aten::linear", "aten::matmul", "aten::addmm")
 BESIDE_ADAPTERS = ("aten::mul", "aten::mul_", "aten::div", "aten::to", "aten::dropout", "aten::view", "aten::reshape")
 LARGEST_RANK, LOWER = 256, 4
 # Activations of fewer bytes are not offloaded. Some ops copy small inputs to the CPU, such as the lengths of ctc_loss.

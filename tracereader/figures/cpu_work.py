@@ -7,11 +7,12 @@ import msgspec
 from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.hardware import roof_met
 from tracereader.figures.moved import INPUTS
-from tracereader.figures.sizes import MATMULS, Product, sizes_of_op
+from tracereader.figures.sizes import Product, sizes_of_op
 from tracereader.trace import Op, Step, Trace, outermost
 from tracereader.trace.facts import Roofs, RunFacts
 from tracereader.trace.intervals import clipped, length, union
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
+from tracereader.trace.op_names import MATMULS
 from tracereader.trace.types import dtype_of
 
 # If a rate exceeds the measured limit by this factor, the limit was not measured properly.

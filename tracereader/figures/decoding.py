@@ -9,11 +9,12 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.attention import ATTENTION, SDPA, attention_calls
+from tracereader.figures.attention import ATTENTION, attention_calls
 from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
+from tracereader.trace.op_names import COPYING, SDPA
 from tracereader.trace.types import dtype_of
 
 # Ops that write an expanded tensor out, and ops that are attention or its first product.
@@ -39,7 +40,6 @@ TAKES_WEIGHTS = {
 }
 # The types of weights that are not quantized.
 FLOATS = ("bf16", "fp16", "fp32", "fp64")
-CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
 # Ops that take a part of a tensor.
 TAKES_A_PART = ("aten::select", "aten::slice", "aten::index")
 _name = attrgetter("name")
@@ -238,7 +238,7 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     asking = step.asking
     casts: dict[int, tuple[Op, list[Work]]] = {}
     for one, launching in zip(step.work, asking, strict=True):
-        if launching is None or launching.name not in CASTS or one.kind != "kernel":
+        if launching is None or launching.name not in COPYING or one.kind != "kernel":
             continue
         if op := _cast(launching):
             casts.setdefault(id(op), (op, []))[1].append(one)
@@ -331,7 +331,7 @@ def _logits_kept(step: Step, asking: Sequence[Op | None], measured: Sequence[Gpu
             kept = max(rows, kept or 0)
         elif rows == shape.m and op.name in TAKES_A_PART:
             taken = True
-        elif rows == shape.m and op.name not in CASTS and any(call.work for call in op.children):
+        elif rows == shape.m and op.name not in COPYING and any(call.work for call in op.children):
             return None
     return kept
 

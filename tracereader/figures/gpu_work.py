@@ -68,6 +68,11 @@ class GpuWork(msgspec.Struct, frozen=True):
         """Return the name's information as one struct."""
         return KernelName(self.family, self.maker, self.name_says)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether Inductor wrote the kernel."""
+        return self.maker.startswith("Inductor")
+
 
 class KernelTimes(msgspec.Struct, frozen=True):
     """All activities of one name over the steps. share: of the summed time of all names.

@@ -1,9 +1,9 @@
 """A model's layer names of its matrix products, if the run stored them in the trace."""
 
-from tracereader.figures.sizes import MATMULS
 from tracereader.trace import Op, Step, Trace, asking_ops
 from tracereader.trace.families import says
 from tracereader.trace.labels import HOLDS_MANY_LAYERS
+from tracereader.trace.op_names import MATMULS
 
 
 def layer_names(trace: Trace, step: Step) -> dict[int, str]:

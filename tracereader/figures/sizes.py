@@ -13,12 +13,12 @@ from tracereader.figures.moved import moved, pointwise_bytes
 from tracereader.trace import Op, Work, families, kernel_names
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
+from tracereader.trace.op_names import MATMULS
 from tracereader.trace.types import Dtype, dtype_of
 
 # The share of the time of an op's GEMM kernels from which the longest computes the product. Helpers of convolutions
 # took 3% of the product's time on an H200. Kernels that share a product take similar times.
 MAIN = 2 / 3
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 
 # Kernels that a library runs before or after a convolution's product, and that compute no product.
 CONVOLUTION_HELPERS = re.compile(

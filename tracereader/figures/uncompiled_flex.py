@@ -2,12 +2,9 @@
 
 from collections import Counter, defaultdict
 
-from tracereader.figures.sizes import MATMULS
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import FLEX_ATTENTION, INDUCTORS_CALL, REGION
-
-# The ops of an uncompiled forward. Other attention does not call both of them.
-SAFE_SOFTMAX, LOGSUMEXP = "aten::_safe_softmax", "aten::logsumexp"
+from tracereader.trace.op_names import LOGSUMEXP, MATMULS, SAFE_SOFTMAX
 
 
 def is_of_flex(name: str) -> bool:

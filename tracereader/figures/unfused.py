@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tracereader.figures.attention import SDPA
-from tracereader.figures.sizes import MATMULS, product
+from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
+from tracereader.trace.op_names import BATCHED, MATMULS, SDPA, SOFTMAX
 
-BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"
 # Families that may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
 BETWEEN = ("pointwise", "copy", "reduction", "memset")
 # Ops whose result has one byte per element, and ops whose result has one element per row.

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.cpu import OpTimes
-from tracereader.figures.sizes import MATMULS
 from tracereader.findings.finding import (
     COMPILE,
     TABLE,
@@ -20,6 +19,7 @@ from tracereader.findings.finding import (
 )
 from tracereader.findings.steps import compiled
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOOKUP, PREGRAPH, PROLOGUE, REGION, WRAPPERS
+from tracereader.trace.op_names import EMPTY, MATMULS, SLICES
 
 # Ops that only change a tensor's shape and strides (reshape does so if no copy is needed).
 VIEWS = frozenset(
@@ -29,9 +29,6 @@ VIEWS = frozenset(
         "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
     }
 )  # fmt: skip
-SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
-# A loop writes into memory that these ops allocate. One batched call allocates its result itself.
-EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 # Ops that read and write no values, and take the CPU time for tensors on any device: they make views or allocate.
 ALSO_VIEWS = ("aten::flatten", "aten::movedim", "aten::unflatten", "aten::unflatten_dense_tensors", "aten::view_as")
 NO_VALUES = VIEWS.union(SLICES, EMPTY, ALSO_VIEWS, ("aten::empty_strided",))
