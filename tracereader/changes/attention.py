@@ -189,7 +189,7 @@ def _type_of_flex(call: Op) -> str:
 def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
     if one.product is None or peaks is None:
         return one.us
-    return one.product.flops / (prices.CONVOLUTION_OR_ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
+    return one.product.flops / (prices.ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
 
 
 def _products(run: Sequence[Entry]) -> list[tuple[GpuWork, Op]]:
@@ -248,13 +248,13 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     )
     if one.product is not None and peaks is not None:
         us = 2 * min(item.product.flops for item, _ in products if item.product) / 1e6
-        return us / (prices.CONVOLUTION_OR_ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
+        return us / (prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
     # Without shapes or peaks: the fused kernel takes as long as the products, at the rate of its own type.
     us = sum(item.us for item, _ in products) / (forward + 2 * backward) * passes
     types = (one.name_says.get("types") or "").lower()
     if peaks is not None and types in ("tf32", "fp32"):
         reached = prices.PRODUCT * (peaks.tf32 if types == "tf32" else peaks.fp32)
-        us *= reached / (prices.CONVOLUTION_OR_ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32))
+        us *= reached / (prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32))
     return us
 
 

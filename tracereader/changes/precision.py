@@ -59,7 +59,7 @@ def _in_tf32(case: Case) -> Proposal | None:
     for work, one, op in case.activities:
         if one.family not in MULTIPLY or not _on_cuda_cores(one, op):
             continue
-        reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION_OR_ATTENTION
+        reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION
         flops = one.flops or one.us * prices.PRODUCT * case.peaks.fp32 * 1e6
         us = multiplying_us(flops, reach * case.peaks.tf32, one.bytes_moved or 0, case.peaks)
         if us < one.us:
@@ -89,7 +89,7 @@ def _in_two_bytes(case: Case) -> Proposal | None:
         if one.family == "attention" and one.name_says.get("types") == "fp32":
             us = max(one.us / prices.OF_A_GOOD_KERNEL, prices.SMALL_PRODUCT_US)
         elif one.family in MULTIPLY and (types := _wide_type(one, op)):
-            reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION_OR_ATTENTION
+            reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION
             flops = one.flops or one.us * reach * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
             moved = one.bytes_moved or 0
             us = multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
@@ -181,7 +181,7 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
     if peaks is None or SOLVES.search(one.name):
         return one.us
     if one.family == "convolution":
-        rate = prices.CONVOLUTION_OR_ATTENTION * peaks.tf32
+        rate = prices.CONVOLUTION * peaks.tf32
     else:
         rate = max(prices.PRODUCT * peaks.fp32, prices.PRODUCT * peaks.tf32 if tf32 else 0.0)
     flops = one.flops or one.us * peaks.fp64 * 1e6

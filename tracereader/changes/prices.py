@@ -2,7 +2,7 @@
 
 All CPU times are those while the profiler records. replay/changes.py has those of a CUDA graph's launch, which is part
 of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` was within 30% for the same pairs after
-18 prices of CPU work had become 7, and 8 rates of kernels 3.
+18 prices of CPU work had become 9, and 8 rates of kernels 6.
 """
 
 # CPU time in launches (Case.launch_us: the lower quartile of the step's own calls that launch a kernel), because CPUs
@@ -30,7 +30,7 @@ PARAMETERS = 100
 # 50 to 75% in fp32 on CUDA cores.
 PRODUCT = 0.6
 # Convolutions: about 30% in TF32. Attention by the FLOPs of the whole matrix of scores: 36 to 66%.
-CONVOLUTION_OR_ATTENTION = 0.35
+CONVOLUTION, ATTENTION = 0.3, 0.45
 # Pointwise kernels: 80 to 92% of the memory bandwidth.
 BANDWIDTH = 0.85
 # µs. Products with little arithmetic: 2.9 to 6.7 in bf16, 3.8 to 4.9 in TF32 (12 sizes); the shortest kernels: 1.
