@@ -46,7 +46,8 @@ class Pair(msgspec.Struct, frozen=True):
     the report does not propose it. best_rank: the same among the proposals that were measured. predicted_us: the step
     that the report predicts. predicted_from_us, measured_from_us: the step before the change in the report and as
     measured. measured_us: the step after it. low, high: the printed range of the saved share; None if one number is
-    printed.
+    printed. blind: the range that is printed if the step without the profiler is not known and the CPU limits it; None
+    for other steps.
     """
 
     before: str
@@ -60,6 +61,7 @@ class Pair(msgspec.Struct, frozen=True):
     predicted_us: float | None = None
     low: float | None = None
     high: float | None = None
+    blind: tuple[float, float] | None = None
 
     @property
     def is_predicted(self) -> bool:
@@ -103,6 +105,8 @@ def scores(pairs: Sequence[Pair]) -> dict[str, float | int | None]:
         "median_error": _median(abs(one.ratio - 1) for one in proposed),
         "rank_correlation": spearman([one.promised for one in proposed], [one.saved for one in proposed]),
         "as_printed": sum(one.as_printed for one in proposed),
+        "blind": sum(one.blind is not None for one in pairs),
+        "in_blind_range": sum(one.blind[0] <= max(0.0, one.saved) <= one.blind[1] for one in pairs if one.blind),
         "promises": len(promised),
         "promises_not_kept": sum(one.saved < KEPT for one in promised),
         "savings_with_a_proposal_id": len(found),
@@ -148,13 +152,34 @@ def _ranked(pairs: list[Pair]) -> list[Pair]:
     return [msgspec.structs.replace(one, best_rank=measured.index(one.rank) + 1 if one.rank else None) for one in pairs]
 
 
-def _pair(before: str, after: str, change: str, steps: tuple[float, float], proposed: Sequence, one: object) -> Pair:
-    """Return a pair. steps: measured before and after, µs. one: the proposal of `proposed` that it follows, or None."""
+def _pair(
+    before: str,
+    after: str,
+    change: str,
+    steps: tuple[float, float],
+    proposed: Sequence,
+    one: object,
+    blind: Sequence = (),
+) -> Pair:
+    """Return a pair.
+
+    steps: measured before and after, µs. one: the proposal of `proposed` that it follows, or None. blind: the proposals
+    where the step without the profiler is not known.
+    """
     if one is None:
         return Pair(before, after, change, *steps)
     low, high = one.estimated_savings or (None, None)
     us = one.times_us
-    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, *us, low, high)
+    unseen = next((x.estimated_savings for x in blind if x.change == one.change and x.title == one.title), None)
+    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, *us, low, high, unseen)
+
+
+def _blind(path: Path) -> Sequence:
+    """Return the proposals of an overhead-bound step as if its time without the profiler were not known."""
+    trace = read(path)
+    summary = msgspec.structs.replace(summarize(trace), unprofiled_step_us=None)
+    found = opportunities(trace, summary) if summary.waits_for == "overhead" else ()
+    return () if isinstance(found, Refused) else found
 
 
 def fitted() -> list[Pair]:
@@ -170,7 +195,8 @@ def fitted() -> list[Pair]:
             one = one and msgspec.structs.replace(one, unprofiled_step_us=None, unprofiled_step_us_after=None)
         kept = [x if one is None or x.change != one.change else one for x in proposed]
         change = one.change if one else ""
-        of_one[before].append(_pair(docs.shown(before), docs.shown(after), change, steps[0], kept, one))
+        blind = _blind(docs.REFERENCE / f"{before}.json.gz") if one and one.knows_unprofiled else ()
+        of_one[before].append(_pair(docs.shown(before), docs.shown(after), change, steps[0], kept, one, blind))
     for before, change, after in docs.RANK_PAIRS:
         summary, _ = opened(docs._traces(before), View())
         proposed = list(rank_changes.opportunities(summary, DEFAULT_LIMIT))
@@ -192,14 +218,14 @@ def unfitted(folder: Path) -> list[Pair]:
         document = read(trace)
         proposed = opportunities(document, summarize(document))
         proposed = [] if isinstance(proposed, Refused) else list(proposed)
-        some = []
+        some, blind = [], _blind(trace)
         for variant, row in variants.items():
             us = step_us(row)
             if variant == "base" or us is None:
                 continue
             one = next((x for x in proposed if x.change == row["proposal"] and _is_meant(x, variant, variants)), None)
             name = f"{program}/{variant}"
-            some.append(_pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one))
+            some.append(_pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind))
         pairs += _ranked(some)
     return pairs
 
@@ -218,6 +244,7 @@ ROWS = (
     ("median error of the predicted step", "{median_error:.0%}"),
     ("rank correlation of predicted and measured savings", "{rank_correlation:.2f}"),
     ("measured saving in the printed range or within 10 points", "{as_printed} of {predicted}"),
+    ("the same in the range where the CPU limits an unknown step", "{in_blind_range} of {blind}"),
     ("promised 5% or more, measured less than 2%", "{promises_not_kept} of {promises}"),
     ("measured 5% or more with a known change, not proposed", "{savings_not_proposed} of {savings_with_a_proposal_id}"),
     ("best measured change is the first proposal", "{best_is_first} of {recordings_with_several_changes}"),

@@ -22,10 +22,12 @@ from tracereader.show import opportunities as shown
 from tracereader.show.text import console
 from tracereader.trace import read
 
-# Steps whose limit recording may hide: an estimate without the profiler reaches from GPU-bound to overhead-bound.
+# Steps that the CPU limits while they are recorded, so that their time without the profiler is an estimate.
 HIDDEN = [
     ("encoder/bf16", "fuse_pointwise", "encoder/bf16_compile"),
     ("gpt2/recompute", "no_recompute", "gpt2/sdpa"),
+    ("vit/eager", "cuda_graph", "vit/graph"),
+    ("bert/eager", "cuda_graph", "bert/graph"),
     ("lstm/cells", "cuda_graph", "lstm/graph"),
     ("batch_norm/eager", "cuda_graph", "batch_norm/graph"),
     ("batch_norm/graph_kept", "no_gradients", "batch_norm/graph"),
@@ -68,17 +70,11 @@ def test_the_measured_saving_lies_in_the_estimated_range(before, change, after):
     assert one.unprofiled_step_us is None
 
 
-@pytest.mark.parametrize(
-    ("before", "change", "after"),
-    [
-        ("logits/all", "last_logits", "logits/last"),  # the estimated step is too long
-        ("augmented/main_process", "cpu_tensors", "augmented/workers"),  # the two processes differ in speed
-    ],
-)
-def test_the_estimated_range_is_no_bound(before, change, after):
-    low, high = found_by_estimate(before)[change].estimated_savings
-    measured = 1 - unprofiled_us(after) / unprofiled_us(before)
-    assert low < high < measured < high + 0.15
+def test_the_estimated_range_is_no_bound():
+    """Beside busy workers, the main process's own ops take longer than alone."""
+    low, high = found_by_estimate("loader/inline")["data_loader"].estimated_savings
+    measured = 1 - unprofiled_us("loader/workers") / unprofiled_us("loader/inline")
+    assert low - 0.15 < measured < low < high
 
 
 @pytest.mark.parametrize("name", ["encoder/bf16", "convnet/fused"])
@@ -92,8 +88,11 @@ def test_estimates_are_the_savings_at_both_ends_and_their_middle_decides_the_ord
     found = opportunities(trace, summary)
     for one in found:
         both = [shares.get(one.change, 0.0) for shares in of_ends]  # a small saving is not in a report
-        assert one.estimated_savings == pytest.approx((max(0, min(both) - 0.02), max(both) + 0.02), abs=0.02)
-    middles = [sum(one.estimated_savings) for one in found]
+        assert one.replayed_savings == pytest.approx((min(both), max(both)), abs=0.02)
+        least, most = one.replayed_savings
+        widened = max(0, 1 - 1.2 * (1 - least)), 1 - 0.8 * (1 - max(0, most))
+        assert one.estimated_savings == pytest.approx(widened), "the CPU limits, and two processes differ"
+    middles = [sum(one.replayed_savings) for one in found]
     assert all(before >= after for before, after in itertools.pairwise(middles))
 
 
@@ -111,10 +110,9 @@ def test_there_is_no_estimate_where_the_step_is_measured(name):
     assert all(one.estimated_savings is None for one in proposals(CHANGES / f"{name}.json.gz"))
 
 
-@pytest.mark.parametrize("name", ["vit/eager", "bert/eager", "unet/contiguous"])
-def test_there_is_no_estimate_where_recording_hides_nothing(name):
-    """Without the profiler these steps are certainly overhead-bound or GPU-bound, as they are with it."""
-    assert all(one.estimated_savings is None for one in found_by_estimate(name).values())
+def test_there_is_no_estimate_where_recording_hides_nothing():
+    """Without the profiler this step is certainly GPU-bound, as it is with it."""
+    assert all(one.estimated_savings is None for one in found_by_estimate("unet/contiguous").values())
 
 
 @pytest.mark.parametrize(("before", "change", "after"), small_first(IDLE_LESS))

@@ -21,7 +21,15 @@ from tracereader.changes import (
 )
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
-from tracereader.changes.opportunity import Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
+from tracereader.changes.opportunity import (
+    CPU_ERROR,
+    REPLAY_ERROR,
+    Opportunity,
+    Unprofiled,
+    is_worth_showing,
+    priced,
+    worth_showing,
+)
 from tracereader.changes.same_work import newly_compiled
 from tracereader.changes.vetoes import is_vetoed
 from tracereader.figures import Summary
@@ -119,7 +127,9 @@ def each_priced(
         shortens = alone and (kept := _with_collectives(case, proposal.graph)) is not proposal.graph
         if shortens:
             proposal = msgspec.structs.replace(proposal, graph=kept)
-        one = priced(change.name, change.title, proposal, unprofiled, case.estimates_after(proposal.graph))
+        estimates = case.estimates_after(proposal.graph)
+        error = CPU_ERROR if case.is_limited_by_the_cpu else REPLAY_ERROR
+        one = priced(change.name, change.title, proposal, unprofiled, estimates, error)
         if shortens or is_worth_showing(one):
             one = msgspec.structs.replace(one, needs_other_ranks=shortens)
             shorter = _shorter(case, proposal.graph)

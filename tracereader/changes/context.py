@@ -17,7 +17,7 @@ from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.finding import WORTH_SHOWING
-from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
+from tracereader.findings.recording import cpu_shares, estimate_us, may_lengthen, recording_matters
 from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
@@ -111,14 +111,21 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def estimates(self) -> tuple[Unprofiled, ...]:
         """Return the shortest and the longest step that the estimate without the profiler allows, if it matters.
 
-        It does if that time is not known, and if the step may have another regime then or wait less for launches. A
+        It does if that time is not known, and if the CPU limits the step or the GPU may wait less for launches then. A
         recording without steps is left out: its replays take long.
         """
-        if not self.trace.has_steps:
+        if not self.trace.has_steps or self.summary.unprofiled_step_us:
             return ()
         if recording_matters(self.summary):
             return self._with_less_cpu_time
-        return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimated_us(self.summary) or ())
+        if not self.is_limited_by_the_cpu:
+            return ()
+        return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimate_us(self.summary))
+
+    @property
+    def is_limited_by_the_cpu(self) -> bool:
+        """Return whether the GPU waits for the CPU's launches, so that the CPU's speed decides the step's time."""
+        return self.summary.waits_for == "overhead"
 
     def estimates_after(self, graph: Graph) -> tuple[Unprofiled, ...]:
         """Return the ends of the estimate that matters to a change with this graph.

@@ -206,6 +206,7 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
         basis="bound" if limited else one.basis,
         evidence=f"rank {pace.rank}: {one.evidence}",
         estimated_savings=None,  # other ranks limit the step, too
+        replayed_savings=None,
         unprofiled_step_us_after=max(without, least) if without is not None else None,
     )
 
