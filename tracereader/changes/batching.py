@@ -13,6 +13,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import as_one_kernel_us, moving_us
 from tracereader.changes.same_work import LEFT, products, same_flops
 from tracereader.changes.vetoes import BATCH_NORM
+from tracereader.changes.work_ahead import cpu_stretches, pauses
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, in_backward
 from tracereader.figures.repeats import repeated_names
@@ -37,13 +38,48 @@ LEAST_DIMS = 3
 
 
 def larger_batch(case: Case) -> Proposal | None:
-    return _calls_as_one(case) or _passes_as_one(case) or _samples_as_one(case) or _twice_the_batch(case)
+    return (
+        _calls_as_one(case)
+        or _passes_as_one(case)
+        or _samples_as_one(case)
+        or _twice_the_rows(case)
+        or _twice_for_each_launch(case)
+    )
 
 
-def _twice_the_batch(case: Case) -> Proposal | None:
+def _twice_for_each_launch(case: Case) -> Proposal | None:
+    """Return a proposal to double the batch where the GPU waits for launches for most of the time.
+
+    The launches take the CPU as long for twice the batch. What the CPU computes itself grows with it, so that none of
+    the step may be such work. Each activity on the GPU takes twice as long, but for the optimizer's.
+    """
+    summary = case.summary
+    steady, own = summary.steady, summary.training.loading is not None or summary.communication is not None
+    if summary.waits_for != "overhead" or steady is None or own or not case.trace.has_steps:
+        return None
+    if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
+        return None
+    if any(cpu_stretches(step) or pauses(step) for step in case.steps):
+        return None
+    updates = case.launched_in(OPTIMIZER)
+    longer = {work: 2 * one.us for work, one, _ in case.activities if id(work) not in updates}
+    share = steady.idle_not_launched_us / summary.steady_us
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(longer)),
+        f"the GPU waits for launches for {share:.0%} of the time, and a launch "
+        "takes the CPU as long for twice the work; the times are for today's batch",
+        "process twice as many samples, sequences, environments or requests in one step, if the launches do not grow "
+        "with them",
+        assumed=True,
+        title="double the batch",
+        shared=2,
+    )
+
+
+def _twice_the_rows(case: Case) -> Proposal | None:
     """Return a proposal to double the batch in inference.
 
-    Launches, and products of few rows that read weights, take the same time for twice the batch.
+    Products of few rows that read weights take the same time for twice the batch.
     """
     if case.trace.trains or case.peaks is None:
         return None

@@ -76,6 +76,45 @@ ONLY_COPIES = "; only copies of inputs synchronize between them"
 
 
 def cuda_graph(case: Case) -> Proposal | None:
+    return _graph_as_it_is(case) or _without_obstacles(case)
+
+
+def _without_obstacles(case: Case) -> Proposal | None:
+    """Return a proposal to remove what keeps CUDA graphs out of an overhead-bound step, as a bound of what that saves.
+
+    These are waits between the launches, launches that differ from step to step, and sparse gradients. The trace does
+    not show whether the program can do without them.
+    """
+    summary, trains = case.summary, case.trace.trains
+    if summary.waits_for != "overhead" or summary.chosen.launches < MANY_LAUNCHES or not can_be_captured(case):
+        return None
+    stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
+    waits = list(_waits_before_a_launch(case, case.steps))
+    waits = [
+        op for op in waits if not any(above in stays.get(id(step), ()) for step in case.steps for above in op.above())
+    ]
+    without = Case(case.trace, summary, without_waits(case.graph, waits))
+    runs = {key: list(filter(_is_long, some)) for key, some in _runs(without, stays).items()}
+    captured = len(_captured(runs, case.replayed))
+    if 2 * captured < summary.chosen.launches:
+        return None
+    obstacles = [_counted_waits(case, waits)] if waits else []
+    obstacles += ["the launches differ from step to step"] * (not (summary.llm.same_in_all_steps or case.is_single))
+    obstacles += ["gradients are sparse"] * (trains and summary.training.has_sparse_gradients)
+    if not obstacles:
+        return None
+    graph = as_cuda_graph(without.graph, chain(*runs.values()))
+    return Proposal(
+        with_cpu_time(graph, _beside_graphs(case)) if trains else graph,
+        f"{'; '.join(obstacles)}: without that, {captured:,} of {summary.chosen.launches:,} launches could be replayed",
+        "torch.where instead of if, masks instead of selected elements, fixed shapes, values read after the last launch; "
+        f"then {_compiled(case)}torch.cuda.graph",
+        assumed=True,
+        title="remove what keeps CUDA graphs out of the step",
+    )
+
+
+def _graph_as_it_is(case: Case) -> Proposal | None:
     summary = case.summary
     single = case.is_single  # whether other steps make the same launches is not known
     if summary.chosen.launches < 2 or not can_be_captured(case):

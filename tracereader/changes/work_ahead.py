@@ -67,7 +67,7 @@ def data_loader(case: Case) -> Proposal | None:
 
 def cpu_tensors(case: Case) -> Proposal | None:
     """Return a proposal to do ahead what a step computes on CPU tensors, for example the images of the next batch."""
-    stretches, typical = case.in_each_step(_cpu_stretches)
+    stretches, typical = case.in_each_step(cpu_stretches)
     spans = _on_launching_threads(case, stretches)
     if not spans or not typical:
         return None
@@ -103,7 +103,7 @@ class _Stretch(NamedTuple):
     ops: list[Op]
 
 
-def _cpu_stretches(step: Step) -> list[_Stretch]:
+def cpu_stretches(step: Step) -> list[_Stretch]:
     """Return the stretches of a step in which the CPU only runs ops that use no GPU and do not communicate.
 
     An op that uses the GPU contains a runtime call. The ops of a stretch take longer than a pause together.
@@ -152,13 +152,13 @@ def _on_launching_threads(case: Case, found: Sequence[Sequence[tuple]]) -> list[
 def python(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # the time outside recorded calls may be that of ops
-    in_steps, typical = case.in_each_step(_pauses)
+    in_steps, typical = case.in_each_step(pauses)
     spans = _on_launching_threads(case, in_steps)
     if not spans:
         return None
-    pauses = typical or max(in_steps, key=_longest)
-    us = [(end - start) / 1e3 for start, end, *_ in pauses]
-    start, end, before, after = pauses[us.index(max(us))]
+    chosen = typical or max(in_steps, key=_longest)
+    us = [(end - start) / 1e3 for start, end, *_ in chosen]
+    start, end, before, after = chosen[us.index(max(us))]
     having = sum(map(bool, in_steps))
     some = f" in {having:,} of {len(in_steps):,} steps" if having < len(in_steps) else ""
     label = _covering([one for step in (case.step, *case.steps) for one in step.labels], start, end)
@@ -175,7 +175,7 @@ def python(case: Case) -> Proposal | None:
     )
 
 
-def _pauses(step: Step) -> list[tuple[int, int, str, str]]:
+def pauses(step: Step) -> list[tuple[int, int, str, str]]:
     """Return the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
 
     A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++. So is one
@@ -191,7 +191,7 @@ def _pauses(step: Step) -> list[tuple[int, int, str, str]]:
                 found.append((reached, start, name, op.name))
         if end > reached:
             reached, name = end, op.name
-    on_cpu = [(one.start, one.end) for one in _cpu_stretches(step)] if found else []
+    on_cpu = [(one.start, one.end) for one in cpu_stretches(step)] if found else []
     return [one for one in found if not length_between(on_cpu, *one[:2])]
 
 
