@@ -57,6 +57,11 @@ class Times(msgspec.Struct, frozen=True):
     idle_not_launched_us: float
     idle_loading_us: float = 0.0
 
+    @property
+    def hidden_us(self) -> float:
+        """Return the communication while the rank computes or copies."""
+        return self.communication_us - self.exposed_communication_us
+
 
 class RankStep(Times, frozen=True):
     """One step where it is computed: on a GPU, from the step's first kernel to the next step's first kernel.
