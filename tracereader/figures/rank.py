@@ -187,7 +187,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         # The trace does not show what the GPU did before its first recorded activity, which may be of earlier steps.
         on_device = (one.start for one in trace.work if one.device == parts.device and one.end > start)
         start = max(start, next(on_device, start))
-    cut, starts = _cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
+    cut, device = _cut(parts, _loading(trace, steps)), parts.device if on_gpu else None
     calls = Calls(trace.rank)
     done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
     described = sorted((one for one in done if one is not None), key=_start)
@@ -206,7 +206,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         start=zero + start,
         end=zero + end,
         total=cut("", start, end),
-        steps=tuple(_step(one, cut, left, right, starts) for one, left, right in stretches),
+        steps=tuple(_step(one, cut, left, right, device) for one, left, right in stretches),
         left_out=tuple(one.name for one in trace.steps[: len(trace.steps) - len(steps)]),
         groups=tuple(calls.groups.values()),
         calls=tuple(of_call),
@@ -216,10 +216,10 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         hidden=hidden(named, exposed),
         unnamed=len(done) - len(described),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
-        lane=_lane(stretches, step, zero, parts.compute, starts),
+        lane=_lane(stretches, step, zero, parts.compute, device),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
         regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
-        kernels=sum(len(_computing(one, parts.device)) for one in steps) if on_gpu else 0,
+        kernels=sum(len(_computing(one, device)) for one in steps) if on_gpu else 0,
         launches=sum(map(launches, steps)),
         between_launches_us=_between_launches_us(steps),
     )
@@ -319,24 +319,17 @@ def _on_gpu(steps: Sequence[Step], device: object, end: int) -> list[tuple[Step,
     return [(step, left, right) for (step, _), (left, right) in zip(found, pairwise(bounds), strict=True)]
 
 
-Starts = Callable[[Step], list[tuple[int, int]]]
-
-
-def _kernels_by_launch(device: object) -> Starts:
-    """Return a function that gives, for a step, the launch time and the start of each compute kernel."""
-    return lambda step: sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
-
-
-def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
+def _stretches(step: Step, start: int, end: int, device: object) -> list[tuple[str, int, int]]:
     """Return a step's interval cut at its annotations.
 
-    With `starts`, it is cut at each annotation's first kernel, and at the first kernel that is launched after it.
+    On a device, it is cut at each annotation's first compute kernel, and at the first one that is launched after it.
     """
     labels = phases(step)
-    if starts is None:
+    if device is None:
         bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE_ANNOTATIONS))]
     else:
-        bounds, launched = [], starts(step)
+        bounds = []
+        launched = sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
         for label, following in zip_longest(labels, labels[1:]):
             first, after = (bisect.bisect_left(launched, (at, 0)) for at in (label.start, label.end))
             if first < after:
@@ -352,8 +345,8 @@ def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[
     return [one for one in [*found, (name, at, end)] if one[2] > one[1]]
 
 
-def _step(step: Step, cut: Cut, start: int, end: int, starts: Starts | None) -> RankStep:
-    by_name = grouped((name, cut(name, left, right)) for name, left, right in _stretches(step, start, end, starts))
+def _step(step: Step, cut: Cut, start: int, end: int, device: object) -> RankStep:
+    by_name = grouped((name, cut(name, left, right)) for name, left, right in _stretches(step, start, end, device))
     found = () if set(by_name) == {OUTSIDE_ANNOTATIONS} else (summed(name, some) for name, some in by_name.items())
     return RankStep(**msgspec.structs.asdict(cut(step.name, start, end)), phases=tuple(found))
 
@@ -628,7 +621,7 @@ def _bytes_on_cpu(kind: str | None, inputs: Inputs, size: int | None) -> int | N
 
 
 def _lane(
-    stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, compute: Intervals, starts: Starts
+    stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, compute: Intervals, device: object
 ) -> Lane | None:
     """Return the compute of step `number`, or of the middle step, cut at its phases; None if there is no such step."""
     chosen = [one for one in stretches if one[0].name == f"{STEP}{number}"]
@@ -638,7 +631,7 @@ def _lane(
         return None
     step, start, end = chosen[0]
     pieces = []
-    for name, left, right in _stretches(step, start, end, starts):
+    for name, left, right in _stretches(step, start, end, device):
         merged: list[list[int]] = []
         for begin, stop in clipped(compute, left, right):
             if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than a column of the drawing

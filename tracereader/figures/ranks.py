@@ -22,6 +22,8 @@ BUS_FACTOR = {
 }  # fmt: skip
 # All ranks leave these collectives at nearly the same time, so they serve to align the clocks.
 LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
+# In an all-to-all and in a broadcast the size may differ between the ranks.
+SAME_SIZE = ("all-reduce", "all-gather", "reduce-scatter", "send")
 # ns: on two H200s of one host the ends of one collective are at most 24 µs apart.
 FAR_APART = 100_000
 # ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
@@ -256,7 +258,8 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         device=", ".join(dict.fromkeys(one.device for one in ranks)),
         on_gpu=any(one.on_gpu for one in ranks),
         ranks=tuple(_figures(one, waits[one.rank], apart[one.rank]) for one in ranks),
-        missing=_missing(ranks),
+        # At most a thousand, because a file may name any world size.
+        missing=tuple(rank for rank in range(min(ranks[0].world_size, len(ranks) + 1000)) if rank not in shift),
         not_read=not_read,
         steps=tuple(common),
         other_steps={
@@ -275,12 +278,6 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         unmatched_messages=unmatched_messages,
         pairs=_pairs(sent, messages, {one.rank: Lengths(_exposed(one)) for one in ranks} if sent else {}),
     )
-
-
-def _missing(ranks: Sequence[RankTrace]) -> tuple[int, ...]:
-    """Return the ranks without a trace; at most a thousand, because a file may name any world size."""
-    present = {one.rank for one in ranks}
-    return tuple(rank for rank in range(min(ranks[0].world_size, len(ranks) + 1000)) if rank not in present)
 
 
 def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tuple[list[RankTrace], dict[str, NotRead]]:
@@ -452,7 +449,11 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
     in_sequence = all(part.seq is not None for one in ranks for part in one.parts)
     keys, alike = [], True
     for one in ranks:
-        of_call = [(call.kind if in_sequence else call.step, _alike(call)) for call in one.calls]
+        sizes = [call.bytes if call.kind in SAME_SIZE else None for call in one.calls]
+        of_call = [
+            (call.kind if in_sequence else call.step, (call.kind, size))
+            for call, size in zip(one.calls, sizes, strict=True)
+        ]
         keys.append([(of_call[part.call], part.seq if in_sequence else None) for part in one.parts])
         alike = alike and keys[-1] == keys[0]
         if alike:
@@ -473,11 +474,6 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
     return found, alone
 
 
-def _alike(call: Call) -> tuple[str, int | None]:
-    """Return the kind, and the size if it is equal on all ranks. It may differ in an all-to-all and in a broadcast."""
-    return call.kind, call.bytes if call.kind in ("all-reduce", "all-gather", "reduce-scatter", "send") else None
-
-
 def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
     """Return the collectives without these ranks. A collective with fewer than two ranks left is dropped."""
     found = []
@@ -494,15 +490,16 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
 
     The ends of common collectives decide. Hosts without any are aligned by their messages.
     """
-    together = grouped((one.ranks, one) for one in met if one.call.kind in LEFT_TOGETHER)
+    common = [one for one in met if one.call.kind in LEFT_TOGETHER]
+    together = grouped((one.ranks, one) for one in common)
     host = {one.rank: one.host for one in ranks}
-    if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
+    if None in host.values() and _of_two_clocks(common, all(one.on_gpu for one in ranks)):
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # no host is recorded
     ahead, by_messages, spread = _aligned(host, together, sent)
     if spread and _high(spread) > FAR_APART and all(one.on_gpu for one in ranks):
         # Ranks with one host's name may be in containers of one name, or their profilers' clocks may differ.
         for name in set(host.values()):
-            mine = _of_ranks(together, {rank for rank, its in host.items() if its == name})
+            mine = _without(common, {rank for rank, its in host.items() if its != name})
             if _of_two_clocks(mine, True):
                 host |= {rank: f"rank {rank}'s" for rank, its in host.items() if its == name}
         ahead, by_messages, spread = _aligned(host, together, sent)
@@ -522,15 +519,6 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
 def _high(ordered: Sequence[int]) -> int:
     """Return the value that nine of ten sorted values do not exceed."""
     return ordered[len(ordered) * 9 // 10]
-
-
-def _of_ranks(together: Mapping[tuple[int, ...], Sequence[_Met]], ranks: set[int]) -> dict[tuple[int, ...], list[_Met]]:
-    """Return the parts that some ranks have in common collectives, by these ranks."""
-    found: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
-    for members, some in together.items():
-        if len(kept := tuple(rank for rank in members if rank in ranks)) > 1:
-            found[kept] += _without(some, set(members) - ranks)
-    return found
 
 
 def _aligned(
@@ -596,21 +584,17 @@ def _by_messages(
     return name, round((most[name] + least[name]) / 2), abs(most[name] - least[name]) / 2
 
 
-def _of_two_clocks(together: Mapping[tuple[int, ...], Sequence[_Met]], on_gpu: bool) -> bool:
+def _of_two_clocks(common: Sequence[_Met], on_gpu: bool) -> bool:
     """Return whether the time stamps show that they come from different clocks.
 
     They do if in most collectives one rank ends before another begins. On GPUs, where all ranks leave a collective
     together, they also do if a rank's ends differ from the others' by far more than on one host.
     """
-    every = [one.parts for some in together.values() for one in some]
-    impossible = sum(min(part.end for part in parts) < max(part.start for part in parts) for parts in every)
-    if impossible > len(every) / 2:
+    impossible = sum(min(part.end for part in one.parts) < max(part.start for part in one.parts) for one in common)
+    if impossible > len(common) / 2:
         return True
-    off: dict[int, list[int]] = defaultdict(list)
-    for one in (one for some in together.values() for one in some if on_gpu):
-        middle = median(part.end for part in one.parts)
-        for rank, part in zip(one.ranks, one.parts, strict=True):
-            off[rank].append(part.end - middle)
+    ends = ((one, median(part.end for part in one.parts)) for one in common if on_gpu)
+    off = grouped((rank, part.end - end) for one, end in ends for rank, part in zip(one.ranks, one.parts, strict=True))
     return any(abs(median(some)) > FAR_APART for some in off.values())
 
 
@@ -768,19 +752,11 @@ def _pairs(
             starts = [(one.parts[side].start, round(message.waits_us[side] * 1e3)) for one, message in some]
             spans = union((start, start + ns) for start, ns in starts)  # several sends may wait at a time
             waited.append(sum(exposed[rank].between(*span) for span in spans))
-        found.append(
-            PairTimes(
-                description=description,
-                source=source,
-                destination=destination,
-                places=(place[source], place[destination]) if {source, destination} <= place.keys() else None,
-                messages=len(some),
-                bytes=median_high(sizes) if sizes else None,
-                receiver_waited_us=waited[1] / 1e3,
-                sender_waited_us=waited[0] / 1e3,
-                transfer_us=sum(message.transfer_us for _, message in some),
-            )
-        )
+        places = (place[source], place[destination]) if {source, destination} <= place.keys() else None
+        of_all = {"messages": len(some), "bytes": median_high(sizes) if sizes else None}
+        waits = {"receiver_waited_us": waited[1] / 1e3, "sender_waited_us": waited[0] / 1e3}
+        transfer = sum(message.transfer_us for _, message in some)
+        found.append(PairTimes(description, source, destination, places, **of_all, **waits, transfer_us=transfer))
     return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 

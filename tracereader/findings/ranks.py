@@ -337,7 +337,8 @@ def _launching(one: Times) -> float:
     return max(0.0, one.idle_not_launched_us - one.idle_loading_us)
 
 
-PARTS: dict[str, Callable[[Times], float]] = {
+Figure = Callable[[Times], float]
+PARTS: dict[str, Figure] = {
     "computes": lambda one: one.compute_us,
     "copies": lambda one: one.exposed_copy_us,
     "launches late": _launching,
@@ -347,19 +348,12 @@ PARTS: dict[str, Callable[[Times], float]] = {
 
 
 def usual(
-    summary: RanksSummary,
-    rank: RankFigures,
-    phase: str | None,
-    figure: Callable[[Times], float],
-    steps: Sequence[str] | None = None,
+    summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Figure, steps: Sequence[str] | None = None
 ) -> float:
     """Return the median of a figure over the common steps or some of them, for one phase or for the whole step."""
-    found = []
-    for step in rank.steps:
-        if step.name in (summary.steps if steps is None else steps):
-            some = [step] if phase is None else [one for one in step.phases if one.name == phase]
-            found.append(sum(figure(one) for one in some))
-    return median(found) if found else 0.0
+    wanted = [step for step in rank.steps if step.name in (summary.steps if steps is None else steps)]
+    times = ([step] if phase is None else [one for one in step.phases if one.name == phase] for step in wanted)
+    return median(sum(map(figure, some)) for some in times) if wanted else 0.0
 
 
 def step_us(summary: RanksSummary) -> float:
@@ -788,7 +782,10 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
     waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
-    waits = _waits_in_words(waiting, "longest, " if len(summary.ranks) > 2 else "")
+    us, exposed = (_each_step(waiting, us) for us in (waiting.waiting_us, waiting.waited_exposed_us))
+    nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
+    longest = "longest, " if len(summary.ranks) > 2 else ""
+    waits = f"rank {waiting.rank} waits {longest}{us} per step, and {nothing} {_of_step(waiting)}"
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
         seldom = slow.arrived_last < 0.9 * taken_part
@@ -831,12 +828,6 @@ def _of_stages(summary: RanksSummary) -> str:
         f"the stages reach collectives at different times: a rank of stage {early} waits {ms(means[early])} per step "
         f"on average while it computes nothing, one of stage {late} {ms(means[late])}"
     )
-
-
-def _waits_in_words(one: RankFigures, longest: str) -> str:
-    us, exposed = (_each_step(one, us) for us in (one.waiting_us, one.waited_exposed_us))
-    nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
-    return f"rank {one.rank} waits {longest}{us} per step, and {nothing} {_of_step(one)}"
 
 
 def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) -> list[str]:

@@ -224,12 +224,8 @@ def _epilogue(rest: str) -> str:
     return ", ".join(EPILOGUES[word] for word in rest.split("_") if word in EPILOGUES)
 
 
-def _cublas(match, text):
-    return "GEMM", f"cuBLAS, {match['arch']}", _mma_parts(match["rest"])
-
-
-def _cutlass(match, text):
-    return "GEMM", f"CUTLASS, sm {match['sm']}", _mma_parts(match["rest"])
+def _product(maker: str):
+    return lambda match, text: ("GEMM", f"{maker} {match['sm']}", _mma_parts(match["rest"]))
 
 
 def _cutlass3x(match, text):
@@ -672,7 +668,7 @@ def _cudnn_attention(match, text):
 
 
 def _nccl(match, text):
-    words = match["rest"].split("_")
+    words = match[match.lastindex].split("_")
     does = re.sub(r"(?:(?:Ring|Tree|CollNet|NVLS)\w*)?Kernel$", "", words[0])
     details = " ".join(words[1:])
     if does == "Generic":
@@ -691,11 +687,6 @@ LIGER = (
     r"|^_?triton_(?:llama4_|qwen2vl_m)?rope\w{0,20}$|^_?liger_\w{1,60}$|^_jsd_kernel$|^_kldiv_kernel_\w+$"
 )
 LIGER_JOBS = (("norm|dyt", "normalization"), ("glu|rope|relu", "pointwise"), ("", "reduction"))
-
-
-def _driver_copy(match, text):
-    way = match["way"] or match["nsys"] or match["hip"]
-    return "copy", "driver", {"does": COPIES.get(way, way)}
 
 
 COPIES = {
@@ -719,15 +710,14 @@ def _says(family: str, maker: str, does: str = ""):
 # scans a long name twice.
 READERS = (
     # the driver
-    (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]|^Copy(?P<hip>(?:Host|Device)To(?:Host|Device))",
-     _driver_copy),
+    (r"^Memcpy (\w+)|^\[CUDA memcpy ([\w -]+)\]|^Copy((?:Host|Device)To(?:Host|Device))",
+     lambda m, t: ("copy", "driver", {"does": COPIES.get(m[m.lastindex], m[m.lastindex])})),
     (r"^memcpy\d+", _says("copy", "driver, inside a CUDA graph")),
     (r"^Memset|^\[CUDA memset\]|^memset\d+", _says("memset", "driver")),
     (r"^__amd_rocclr_copy", _says("copy", "driver, ROCm")),
     (r"^__amd_rocclr_fill|^FillBuffer$", _says("memset", "driver, ROCm")),
     # NCCL
-    (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
-     lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
+    (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(\w+)|^nccl([A-Z][a-z]\w+Kernel_\w+)", _nccl),
     (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
     # Inductor, before the words of the ops that its kernels name
     (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
@@ -763,9 +753,9 @@ READERS = (
      r"(?P<rest>\w+)", _nvjet),
     (r"\bsm(?P<sm>\d+)_xmma_", _xmma),
     (r"\bcutlass3x_sm(?P<sm>\d+)_(?P<rest>\w+)", _cutlass3x),
-    (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
+    (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _product("CUTLASS, sm")),
     (CUTLASS_TEMPLATE, _cutlass_template),
-    (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
+    (r"^(?P<sm>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _product("cuBLAS,")),
     (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
     (r"^Cijk_\w*PostGSU", _says("reduction", TENSILE, SPLIT_K)),
     (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", _says("reduction", "cuBLAS", SPLIT_K)),
