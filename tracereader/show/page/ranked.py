@@ -17,25 +17,12 @@ from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
 from tracereader.show.ranks import rank_as_builtins
 from tracereader.trace.grouped import grouped
+from tracereader.trace.slices import Slice
 
 # With more ranks' parts in collectives than this, the timeline has the collectives of only one step.
 PARTS_DRAWN = 200_000
 # More bars side by side cannot be read. The heat map has all ranks and steps.
 RANKS_BESIDE, STEPS_BESIDE = 16, 12
-
-
-class _Slice(msgspec.Struct):
-    """A slice that the timeline draws for a rank. Times in ns."""
-
-    name: str
-    kind: str
-    start: int
-    dur: int
-    raw: bytes = b""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.dur
 
 
 def page(
@@ -123,7 +110,7 @@ def _heat(summary: RanksSummary) -> dict | None:
 
 def _rows(
     summary: RanksSummary, traces: Sequence[RankTrace], lanes: dict, collectives: Sequence[Collective]
-) -> dict[int, list[tuple[_Slice, int]]]:
+) -> dict[int, list[tuple[Slice, int]]]:
     """Return the slices by rank on the common clock.
 
     They are the compute of the drawn step, below it the collectives and receives, and below these the sends, which may
@@ -131,11 +118,11 @@ def _rows(
     """
     ahead = {rank: round(us * 1000) for rank, us in summary.clocks.ahead_us.items()}
     origin = min((one.start - ahead[one.rank] for one in traces if one.rank in lanes), default=0)
-    found: dict[int, list[tuple[_Slice, int]]] = {one.rank: [] for one in summary.ranks}
+    found: dict[int, list[tuple[Slice, int]]] = {one.rank: [] for one in summary.ranks}
     for rank, lane in lanes.items():
         for start, end, name in lane.pieces if rank in found else ():
-            piece = _Slice(name or "compute", "phase", start - ahead[rank] - origin, end - start)
-            found[rank].append((piece, 0))
+            at = start - ahead[rank] - origin
+            found[rank].append((Slice(name or "compute", "phase", at, end - start, (), b""), 0))
     for one in collectives:
         told = {
             "collective": one.kind, "group": one.group, "step": one.step, "bytes": one.bytes,
@@ -148,8 +135,8 @@ def _rows(
             sends = one.kind == "send" and rank == one.ranks[0]
             name, depth = "receive" if one.kind == "send" and not sends else one.kind, 2 if sends else 1
             if waited > 0:
-                found[rank].append((_Slice(f"waits for rank {one.last}", "wait", start, waited, raw), depth))
-            found[rank].append((_Slice(name, "collective", start + waited, max(0, took - waited), raw), depth))
+                found[rank].append((Slice(f"waits for rank {one.last}", "wait", start, waited, (), raw), depth))
+            found[rank].append((Slice(name, "collective", start + waited, max(0, took - waited), (), raw), depth))
     return {rank: sorted(rows, key=lambda row: row[0].start) for rank, rows in found.items()}
 
 
