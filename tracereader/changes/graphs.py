@@ -107,8 +107,8 @@ def _without_obstacles(case: Case) -> Proposal | None:
     return Proposal(
         with_cpu_time(graph, _beside_graphs(case)) if trains else graph,
         f"{'; '.join(obstacles)}: without that, {captured:,} of {summary.chosen.launches:,} launches could be replayed",
-        "torch.where instead of if, masks instead of selected elements, fixed shapes, values read after the last launch; "
-        f"then {_compiled(case)}torch.cuda.graph",
+        "torch.where instead of if, masks instead of selected elements, fixed shapes, and values read after the last "
+        f"launch; then {_compiled(case)}torch.cuda.graph",
         assumed=True,
         title="remove what keeps CUDA graphs out of the step",
     )

@@ -7,7 +7,7 @@ import bisect
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -21,6 +21,7 @@ from tracereader.figures.regime import Regime, regime_of
 from tracereader.figures.steps import launches, typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import Inputs, dtype_of
@@ -55,6 +56,11 @@ class Times(msgspec.Struct, frozen=True):
     idle_us: float
     idle_not_launched_us: float
     idle_loading_us: float = 0.0
+
+    @property
+    def hidden_us(self) -> float:
+        """Return the communication while the rank computes or copies."""
+        return self.communication_us - self.exposed_communication_us
 
 
 class RankStep(Times, frozen=True):
@@ -181,7 +187,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         # The trace does not show what the GPU did before its first recorded activity, which may be of earlier steps.
         on_device = (one.start for one in trace.work if one.device == parts.device and one.end > start)
         start = max(start, next(on_device, start))
-    lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
+    cut, device = _cut(parts, _loading(trace, steps)), parts.device if on_gpu else None
     calls = Calls(trace.rank)
     done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
     described = sorted((one for one in done if one is not None), key=_start)
@@ -189,7 +195,6 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     named = [one for one in described if of_call[one.call].pair is None]
     late = _late(parts.exposed_communication, steps) if on_gpu else []
     exposed = [(zero + left, zero + right) for left, right in parts.exposed_communication]
-    beside = Lengths(exposed)
     used = dict.fromkeys(trace.devices)
     return RankTrace(
         path=str(trace.path),
@@ -200,50 +205,47 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         on_gpu=on_gpu,
         start=zero + start,
         end=zero + end,
-        total=lengths.times("", start, end),
-        steps=tuple(_step(one, lengths, left, right, starts) for one, left, right in stretches),
+        total=cut("", start, end),
+        steps=tuple(_step(one, cut, left, right, device) for one, left, right in stretches),
         left_out=tuple(one.name for one in trace.steps[: len(trace.steps) - len(steps)]),
         groups=tuple(calls.groups.values()),
         calls=tuple(of_call),
         parts=tuple(named),
         exposed=tuple(edge for one in exposed for edge in one),
         late_us=length(late) / 1e3,
-        hidden=sum(2 * beside.between(one.start, one.end) <= one.end - one.start for one in named),
+        hidden=hidden(named, exposed),
         unnamed=len(done) - len(described),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
-        lane=_lane(stretches, step, zero, parts.compute, starts),
+        lane=_lane(stretches, step, zero, parts.compute, device),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
         regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
-        kernels=sum(len(_computing(one, parts.device)) for one in steps) if on_gpu else 0,
+        kernels=sum(len(_computing(one, device)) for one in steps) if on_gpu else 0,
         launches=sum(map(launches, steps)),
         between_launches_us=_between_launches_us(steps),
     )
 
 
-class _Cut:
-    """The parts of a window, prepared so that the times of any interval in it are found quickly."""
+Cut = Callable[[str, int, int], Times]
 
-    def __init__(self, parts: Parts, loading: Intervals):
-        self.of = {
-            name: Lengths(getattr(parts, name))
-            for name in ("compute", "communication", "exposed_communication", "exposed_copy", "not_launched")
-        }
-        idle = union([*parts.not_launched, *parts.launched, *parts.unknown])
-        self.idle, self.idle_loading = Lengths(idle), Lengths(both(idle, loading))
 
-    def times(self, name: str, start: int, end: int) -> Times:
-        us = {name: lengths.between(start, end) / 1e3 for name, lengths in self.of.items()}
-        return Times(
-            name=name,
-            us=(end - start) / 1e3,
-            compute_us=us["compute"],
-            communication_us=us["communication"],
-            exposed_communication_us=us["exposed_communication"],
-            exposed_copy_us=us["exposed_copy"],
-            idle_us=self.idle.between(start, end) / 1e3,
-            idle_not_launched_us=us["not_launched"],
-            idle_loading_us=self.idle_loading.between(start, end) / 1e3,
-        )
+def _cut(parts: Parts, loading: Intervals) -> Cut:
+    """Return a function that gives, for a name, a start and an end in a window with these parts, the Times."""
+    idle = union([*parts.not_launched, *parts.launched, *parts.unknown])
+    every = {
+        "compute_us": parts.compute, "communication_us": parts.communication,
+        "exposed_communication_us": parts.exposed_communication, "exposed_copy_us": parts.exposed_copy,
+        "idle_us": idle, "idle_not_launched_us": parts.not_launched, "idle_loading_us": both(idle, loading),
+    }  # fmt: skip
+    of = {name: Lengths(one) for name, one in every.items()}
+    return lambda name, start, end: Times(
+        name, (end - start) / 1e3, **{field: one.between(start, end) / 1e3 for field, one in of.items()}
+    )
+
+
+def hidden(parts: Iterable[Part], exposed: Intervals) -> int:
+    """Return the number of parts that are not in exposed communication for at least half of their time."""
+    beside = Lengths(exposed)
+    return sum(2 * beside.between(one.start, one.end) <= one.end - one.start for one in parts)
 
 
 def _loads(op: Op) -> bool:
@@ -317,24 +319,17 @@ def _on_gpu(steps: Sequence[Step], device: object, end: int) -> list[tuple[Step,
     return [(step, left, right) for (step, _), (left, right) in zip(found, pairwise(bounds), strict=True)]
 
 
-Starts = Callable[[Step], list[tuple[int, int]]]
-
-
-def _kernels_by_launch(device: object) -> Starts:
-    """Return a function that gives, for a step, the launch time and the start of each compute kernel."""
-    return lambda step: sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
-
-
-def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
+def _stretches(step: Step, start: int, end: int, device: object) -> list[tuple[str, int, int]]:
     """Return a step's interval cut at its annotations.
 
-    With `starts`, it is cut at each annotation's first kernel, and at the first kernel that is launched after it.
+    On a device, it is cut at each annotation's first compute kernel, and at the first one that is launched after it.
     """
     labels = phases(step)
-    if starts is None:
+    if device is None:
         bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE_ANNOTATIONS))]
     else:
-        bounds, launched = [], starts(step)
+        bounds = []
+        launched = sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
         for label, following in zip_longest(labels, labels[1:]):
             first, after = (bisect.bisect_left(launched, (at, 0)) for at in (label.start, label.end))
             if first < after:
@@ -350,14 +345,10 @@ def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[
     return [one for one in [*found, (name, at, end)] if one[2] > one[1]]
 
 
-def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) -> RankStep:
-    by_name: dict[str, list[Times]] = {}
-    for name, left, right in _stretches(step, start, end, starts):
-        by_name.setdefault(name, []).append(cut.times(name, left, right))
-    phases = (
-        tuple(summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE_ANNOTATIONS} else ()
-    )
-    return RankStep(**msgspec.structs.asdict(cut.times(step.name, start, end)), phases=phases)
+def _step(step: Step, cut: Cut, start: int, end: int, device: object) -> RankStep:
+    by_name = grouped((name, cut(name, left, right)) for name, left, right in _stretches(step, start, end, device))
+    found = () if set(by_name) == {OUTSIDE_ANNOTATIONS} else (summed(name, some) for name, some in by_name.items())
+    return RankStep(**msgspec.structs.asdict(cut(step.name, start, end)), phases=tuple(found))
 
 
 OUTSIDE_ANNOTATIONS = "outside the annotations"
@@ -392,19 +383,12 @@ class Calls:
         self.found: dict[Call, int] = {}
         self._index: dict[tuple, int] = {}
 
-    def call(
-        self,
-        group: Group,
-        kind: str,
-        bytes: int | None,
-        step: str,
-        pair: tuple[int, int] | None = None,
-        tag: int | None = None,
-    ) -> int:
+    def call(self, group: Group, *told: object) -> int:
+        """Return the number of a call. told: the fields of the Call after its group."""
         key = (group.name, group.size)
         index = self._index.setdefault(key, len(self._index))
         self.groups.setdefault(key, group)
-        return self.found.setdefault(Call(index, kind, bytes, step, pair, tag), len(self.found))
+        return self.found.setdefault(Call(index, *told), len(self.found))
 
     def message(self, name: str, args: dict, step: str) -> int | None:
         """Return the call of a send or a receive, by torch's name of it; None if its peer is not known."""
@@ -435,20 +419,15 @@ def _between_launches_us(steps: Sequence[Step]) -> float | None:
 
     It shows how fast the CPU is. Pauses show what the program does between its launches.
     """
-    by_track: dict[tuple, list[int]] = defaultdict(list)
-    for step in steps:
-        for launch in {id(one.launch): one.launch for one in step.work if one.launch is not None}.values():
-            by_track[launch.track].append(launch.start)
+    calls = {id(one.launch): one.launch for step in steps for one in step.work if one.launch is not None}
+    by_track = grouped((one.track, one.start) for one in calls.values())
     apart = [after - before for starts in by_track.values() for before, after in pairwise(sorted(starts))]
     short = [one for one in apart if one <= PAUSE_US * 1e3]
     return sum(short) / len(short) / 1e3 if short else None
 
 
 def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: Calls) -> Iterator[Part | None]:
-    """Yield the trace's description of each collective and message; None for a kernel without one.
-
-    torch's sequence numbers of messages are not used, because each rank counts its own.
-    """
+    """Yield the trace's description of each collective and message; None for a kernel without one."""
     for one, found in described_on_gpu(steps, calls):
         # A kernel counts as not described if one of its messages is not.
         for call, seq in [(None, None)] if (None, None) in found else found:
@@ -459,6 +438,7 @@ def described_on_gpu(steps: Sequence[Step], calls: Calls) -> Iterator[tuple[Work
     """Yield each communication kernel with the calls that it runs, and the sequence number of each collective.
 
     None is among the calls if one of them is not described. One kernel may run several calls that were coalesced.
+    torch's sequence numbers of messages are not used, because each rank counts its own.
     """
     for step in steps:
         batched = None
@@ -568,9 +548,9 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: Calls) -> Iterator[Pa
                 pair = _pair(SEND.match(collective_on_cpu(op.name)[1]) is not None, {"Rank": peer}, group, rank)
             if found.kind is None or found.size is None or (pair is None and found.kind == "send"):
                 yield None
-                continue
-            called = calls.call(group, found.kind, found.bytes, step.name, pair, tag)
-            yield Part(called, None, zero + found.start, zero + op.end)
+            else:
+                called = calls.call(group, found.kind, found.bytes, step.name, pair, tag)
+                yield Part(called, None, zero + found.start, zero + op.end)
 
 
 class OnCpu(NamedTuple):
@@ -641,7 +621,7 @@ def _bytes_on_cpu(kind: str | None, inputs: Inputs, size: int | None) -> int | N
 
 
 def _lane(
-    stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, compute: Intervals, starts: Starts
+    stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, compute: Intervals, device: object
 ) -> Lane | None:
     """Return the compute of step `number`, or of the middle step, cut at its phases; None if there is no such step."""
     chosen = [one for one in stretches if one[0].name == f"{STEP}{number}"]
@@ -651,7 +631,7 @@ def _lane(
         return None
     step, start, end = chosen[0]
     pieces = []
-    for name, left, right in _stretches(step, start, end, starts):
+    for name, left, right in _stretches(step, start, end, device):
         merged: list[list[int]] = []
         for begin, stop in clipped(compute, left, right):
             if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than a column of the drawing

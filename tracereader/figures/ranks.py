@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, summed
+from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, hidden, summed
 from tracereader.figures.regime import Regime
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, length, minus, union
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
@@ -21,6 +22,8 @@ BUS_FACTOR = {
 }  # fmt: skip
 # All ranks leave these collectives at nearly the same time, so they serve to align the clocks.
 LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
+# In an all-to-all and in a broadcast the size may differ between the ranks.
+SAME_SIZE = ("all-reduce", "all-gather", "reduce-scatter", "send")
 # ns: on two H200s of one host the ends of one collective are at most 24 µs apart.
 FAR_APART = 100_000
 # ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
@@ -89,6 +92,10 @@ class RankFigures(msgspec.Struct, frozen=True):
     kernels: int
     launches: int
     between_launches_us: float | None
+
+
+# What a RankTrace has under the same names.
+KEPT = [name for name in RankFigures.__struct_fields__ if name in RankTrace.__struct_fields__]
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -237,29 +244,22 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     met, unmatched = _met(ranks)
     sent, unmatched_messages = _sent(ranks)
     clocks, shift = _clocks(ranks, met, sent)
-    met = _without(met, set(clocks.not_aligned))
-    origin = min(one.start - shift[one.rank] for one in ranks)
-    matched, waits = [], {one.rank: _Waits() for one in ranks}
-    for one in met:
-        matched.append(_collective(one, shift, origin))
-        _add_waits(waits, one, matched[-1])
-    sent = _without(sent, set(clocks.not_aligned))
+    met, sent = (_without(some, set(clocks.not_aligned)) for some in (met, sent))
     sent.sort(key=lambda one: min(part.start - shift[rank] for rank, part in zip(one.ranks, one.parts, strict=True)))
-    messages, apart = [], {one.rank: _Waits() for one in ranks}
-    for one in sent:
-        messages.append(_collective(one, shift, origin))
-        _add_waits(apart, one, messages[-1])
+    origin = min(one.start - shift[one.rank] for one in ranks)
+    waits, apart = ({one.rank: _Waits() for one in ranks} for _ in range(2))
+    matched, messages = _collectives(met, shift, origin, waits), _collectives(sent, shift, origin, apart)
     leads = [one.lead_us for one in matched]
     clocks = msgspec.structs.replace(clocks, lead_us=median(leads) if leads else None)
-    rates = [one.bus_gb_s for one in matched if one.bus_gb_s is not None]
-    best = max(rates, default=None)
+    best = max((one.bus_gb_s for one in matched if one.bus_gb_s is not None), default=None)
     return RanksSummary(
         world_size=ranks[0].world_size,
         origin_ns=origin,
         device=", ".join(dict.fromkeys(one.device for one in ranks)),
         on_gpu=any(one.on_gpu for one in ranks),
         ranks=tuple(_figures(one, waits[one.rank], apart[one.rank]) for one in ranks),
-        missing=_missing(ranks),
+        # At most a thousand, because a file may name any world size.
+        missing=tuple(rank for rank in range(min(ranks[0].world_size, len(ranks) + 1000)) if rank not in shift),
         not_read=not_read,
         steps=tuple(common),
         other_steps={
@@ -280,29 +280,21 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     )
 
 
-def _missing(ranks: Sequence[RankTrace]) -> tuple[int, ...]:
-    """Return the ranks without a trace; at most a thousand, because a file may name any world size."""
-    present = {one.rank for one in ranks}
-    return tuple(rank for rank in range(min(ranks[0].world_size, len(ranks) + 1000)) if rank not in present)
-
-
 def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tuple[list[RankTrace], dict[str, NotRead]]:
     size, _ = Counter(one.world_size for one in ranks).most_common(1)[0]
     kept: list[RankTrace] = []
+    rest = [one for one in ranks if one.world_size == size]
     for one in ranks:
         if one.world_size != size:
-            not_read[one.path] = NotRead(
-                "other_world_size", rank=one.rank, world_size=one.world_size, other_world_size=size
-            )
+            of = {"rank": one.rank, "world_size": one.world_size, "other_world_size": size}
+            not_read[one.path] = NotRead("other_world_size", **of)
     # Traces recorded at different times are of different runs.
-    rest = [one for one in ranks if one.path not in not_read]
     clusters: list[list[RankTrace]] = []
     for one in sorted(rest, key=_start):
-        near = [some for some in clusters if any(_at_one_time(one, other) for other in some)]
-        if near:
-            near[0].append(one)
-        else:
-            clusters.append([one])
+        near = (some for some in clusters if any(_at_one_time(one, other) for other in some))
+        if (some := next(near, None)) is None:
+            clusters.append(some := [])
+        some.append(one)
     largest = max(clusters, key=len)
     of_largest = {id(one) for one in largest}
     for one in rest:
@@ -325,9 +317,8 @@ def _with_a_common_step(
     name, most = max(having.items(), key=lambda item: item[1], default=("", 0))
     if not len(ranks) > most > len(ranks) / 2:
         return ranks, not_read
-    has_it = {id(one): any(step.name == name for step in one.steps) for one in ranks}
-    others = {one.path: NotRead("no_common_step", name, one.rank) for one in ranks if not has_it[id(one)]}
-    return [one for one in ranks if has_it[id(one)]], not_read | others
+    parted = grouped((any(step.name == name for step in one.steps), one) for one in ranks)
+    return parted[True], not_read | {one.path: NotRead("no_common_step", name, one.rank) for one in parted[False]}
 
 
 def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
@@ -338,7 +329,6 @@ def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
     steps = tuple(step for step in one.steps if step.name in names)
     if len(steps) == len(one.steps):
         return one
-    exposed = Lengths(_exposed(one))
     parts, messages = (
         tuple(part for part in some if one.calls[part.call].step in names) for some in (one.parts, one.messages)
     )
@@ -349,7 +339,7 @@ def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
         parts=parts,
         messages=messages,
         late_us=0.0,
-        hidden=sum(2 * exposed.between(part.start, part.end) <= part.end - part.start for part in parts),
+        hidden=hidden(parts, _exposed(one)),
         kernels=one.kernels * len(steps) // len(one.steps),
     )
 
@@ -376,12 +366,12 @@ class _Parts(NamedTuple):
     parts: list[Part]
 
 
-def _largest(calls: Sequence[Sequence[Call]], row: Sequence[Part]) -> Call:
-    """Return the call of the first rank; of an all-to-all, that of the rank with most bytes. calls: of each rank."""
-    first = calls[0][row[0].call]
+def _largest(sides: Sequence[_Parts], row: Sequence[Part]) -> Call:
+    """Return the call of the first rank; of an all-to-all, that of the rank with most bytes."""
+    first = sides[0].calls[row[0].call]
     if first.kind != "all-to-all":
         return first
-    return max((some[part.call] for some, part in zip(calls, row, strict=True)), key=lambda one: one.bytes or 0)
+    return max((one.calls[part.call] for one, part in zip(sides, row, strict=True)), key=lambda one: one.bytes or 0)
 
 
 def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
@@ -407,9 +397,9 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         if len(members) > group.size:  # several groups have this name, and the traces do not list their ranks
             unmatched += sum(len(one.parts) for one in parts.values())
             continue
-        rows, alone = _rows([parts.get(rank, _Parts((), [])) for rank in members])
-        calls = [parts.get(rank, _Parts((), [])).calls for rank in members]
-        found += [_Met(group, _largest(calls, row), members, row) for row in rows]
+        sides = [parts.get(rank, _Parts((), [])) for rank in members]
+        rows, alone = _rows(sides)
+        found += [_Met(group, _largest(sides, row), members, row) for row in rows]
         unmatched += alone
     return sorted(found, key=lambda one: min(part.start for part in one.parts)), unmatched
 
@@ -459,7 +449,11 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
     in_sequence = all(part.seq is not None for one in ranks for part in one.parts)
     keys, alike = [], True
     for one in ranks:
-        of_call = [(call.kind if in_sequence else call.step, _alike(call)) for call in one.calls]
+        sizes = [call.bytes if call.kind in SAME_SIZE else None for call in one.calls]
+        of_call = [
+            (call.kind if in_sequence else call.step, (call.kind, size))
+            for call, size in zip(one.calls, sizes, strict=True)
+        ]
         keys.append([(of_call[part.call], part.seq if in_sequence else None) for part in one.parts])
         alike = alike and keys[-1] == keys[0]
         if alike:
@@ -467,12 +461,10 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
     if alike:
         return list(zip(*(one.parts for one in ranks), strict=True)), 0
     found, alone = [], 0
-    by_key = []
-    for one, told in zip(ranks, keys, strict=True):
-        mine: dict[tuple, list[tuple]] = {}
-        for ((kind_or_step, what), seq), part in zip(told, one.parts, strict=True):
-            mine.setdefault((kind_or_step, seq), []).append((what, part))
-        by_key.append(mine)
+    by_key = [
+        grouped(((where, seq), (what, part)) for ((where, what), seq), part in zip(told, one.parts, strict=True))
+        for one, told in zip(ranks, keys, strict=True)
+    ]
     for key in dict.fromkeys(key for mine in by_key for key in mine):
         some = [mine.get(key) for mine in by_key]
         if None in some or len({tuple(what for what, _ in parts) for parts in some}) > 1:
@@ -482,23 +474,15 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
     return found, alone
 
 
-def _alike(call: Call) -> tuple[str, int | None]:
-    """Return the kind, and the size if it is equal on all ranks. It may differ in an all-to-all and in a broadcast."""
-    return call.kind, call.bytes if call.kind in ("all-reduce", "all-gather", "reduce-scatter", "send") else None
-
-
 def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
     """Return the collectives without these ranks. A collective with fewer than two ranks left is dropped."""
-    if not ranks:
-        return list(met)
     found = []
-    for one in met:
+    for one in met if ranks else ():
         kept = [at for at, rank in enumerate(one.ranks) if rank not in ranks]
         if len(kept) > 1:
-            found.append(
-                one._replace(ranks=tuple(one.ranks[at] for at in kept), parts=tuple(one.parts[at] for at in kept))
-            )
-    return found
+            there, parts = (tuple(some[at] for at in kept) for some in (one.ranks, one.parts))
+            found.append(one._replace(ranks=there, parts=parts))
+    return found if ranks else list(met)
 
 
 def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met]) -> tuple[Clocks, dict[int, int]]:
@@ -506,18 +490,16 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
 
     The ends of common collectives decide. Hosts without any are aligned by their messages.
     """
-    together: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
-    for one in met:
-        if one.call.kind in LEFT_TOGETHER:
-            together[one.ranks].append(one)
+    common = [one for one in met if one.call.kind in LEFT_TOGETHER]
+    together = grouped((one.ranks, one) for one in common)
     host = {one.rank: one.host for one in ranks}
-    if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
+    if None in host.values() and _of_two_clocks(common, all(one.on_gpu for one in ranks)):
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # no host is recorded
     ahead, by_messages, spread = _aligned(host, together, sent)
     if spread and _high(spread) > FAR_APART and all(one.on_gpu for one in ranks):
         # Ranks with one host's name may be in containers of one name, or their profilers' clocks may differ.
         for name in set(host.values()):
-            mine = _of_ranks(together, {rank for rank, its in host.items() if its == name})
+            mine = _without(common, {rank for rank, its in host.items() if its != name})
             if _of_two_clocks(mine, True):
                 host |= {rank: f"rank {rank}'s" for rank, its in host.items() if its == name}
         ahead, by_messages, spread = _aligned(host, together, sent)
@@ -537,15 +519,6 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
 def _high(ordered: Sequence[int]) -> int:
     """Return the value that nine of ten sorted values do not exceed."""
     return ordered[len(ordered) * 9 // 10]
-
-
-def _of_ranks(together: Mapping[tuple[int, ...], Sequence[_Met]], ranks: set[int]) -> dict[tuple[int, ...], list[_Met]]:
-    """Return the parts that some ranks have in common collectives, by these ranks."""
-    found: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
-    for members, some in together.items():
-        if len(kept := tuple(rank for rank in members if rank in ranks)) > 1:
-            found[kept] += _without(some, set(members) - ranks)
-    return found
 
 
 def _aligned(
@@ -611,22 +584,17 @@ def _by_messages(
     return name, round((most[name] + least[name]) / 2), abs(most[name] - least[name]) / 2
 
 
-def _of_two_clocks(together: Mapping[tuple[int, ...], Sequence[_Met]], on_gpu: bool) -> bool:
+def _of_two_clocks(common: Sequence[_Met], on_gpu: bool) -> bool:
     """Return whether the time stamps show that they come from different clocks.
 
     They do if in most collectives one rank ends before another begins. On GPUs, where all ranks leave a collective
     together, they also do if a rank's ends differ from the others' by far more than on one host.
     """
-    every = [one.parts for some in together.values() for one in some]
-    impossible = sum(min(part.end for part in parts) < max(part.start for part in parts) for parts in every)
-    if impossible > len(every) / 2:
+    impossible = sum(min(part.end for part in one.parts) < max(part.start for part in one.parts) for one in common)
+    if impossible > len(common) / 2:
         return True
-    off: dict[int, list[int]] = defaultdict(list)
-    for members, some in together.items() if on_gpu else ():
-        for one in some:
-            middle = median(part.end for part in one.parts)
-            for rank, part in zip(members, one.parts, strict=True):
-                off[rank].append(part.end - middle)
+    ends = ((one, median(part.end for part in one.parts)) for one in common if on_gpu)
+    off = grouped((rank, part.end - end) for one, end in ends for rank, part in zip(one.ranks, one.parts, strict=True))
     return any(abs(median(some)) > FAR_APART for some in off.values())
 
 
@@ -644,6 +612,7 @@ def _collective(one: _Met, shift: Mapping[int, int], origin: int) -> Collective:
         transfer = max(0, min(ends) - latest)
         if ends[0] <= latest:  # a small message leaves before its receiver is ready
             waited[0] = 0
+    has_rate = size and transfer and factor and one.group.size > 1
     return Collective(
         group=one.group.name,
         kind=one.call.kind,
@@ -657,9 +626,7 @@ def _collective(one: _Met, shift: Mapping[int, int], origin: int) -> Collective:
         last=last,
         lead_us=(latest - arrived[before]) / 1e3,
         transfer_us=transfer / 1e3,
-        bus_gb_s=size / transfer * factor(one.group.size)
-        if size and transfer and factor and one.group.size > 1
-        else None,
+        bus_gb_s=size / transfer * factor(one.group.size) if has_rate else None,
     )
 
 
@@ -674,16 +641,23 @@ class _Waits:
         self.arrived_last, self.others_us = 0, 0.0
 
 
-def _add_waits(waits: Mapping[int, _Waits], met: _Met, one: Collective) -> None:
-    for rank, part, us in zip(met.ranks, met.parts, one.waits_us, strict=True):
-        mine = waits[rank]
-        mine.starts.append(part.start)
-        mine.ends.append(part.end)
-        mine.until.append(part.start + (round(us * 1e3) if rank != one.last else 0))
-        mine.steps.append(one.step)
-        mine.sends.append(rank == one.ranks[0])
-    waits[one.last].arrived_last += 1
-    waits[one.last].others_us += sum(one.waits_us)
+def _collectives(
+    some: Sequence[_Met], shift: Mapping[int, int], origin: int, waits: Mapping[int, _Waits]
+) -> list[Collective]:
+    """Return the collectives or messages on the common clock, and add the waits in them to those of each rank."""
+    found = []
+    for met in some:
+        found.append(one := _collective(met, shift, origin))
+        for rank, part, us in zip(met.ranks, met.parts, one.waits_us, strict=True):
+            mine = waits[rank]
+            mine.starts.append(part.start)
+            mine.ends.append(part.end)
+            mine.until.append(part.start + (round(us * 1e3) if rank != one.last else 0))
+            mine.steps.append(one.step)
+            mine.sends.append(rank == one.ranks[0])
+        waits[one.last].arrived_last += 1
+        waits[one.last].others_us += sum(one.waits_us)
+    return found
 
 
 def _exposed(one: RankTrace) -> Intervals:
@@ -692,53 +666,35 @@ def _exposed(one: RankTrace) -> Intervals:
 
 
 def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
-    by_step: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for start, until, step in zip(waits.starts, waits.until, waits.steps, strict=True):
-        if until > start:
-            by_step[step].append((start, until))
+    spans = zip(waits.starts, waits.until, waits.steps, strict=True)
+    by_step = grouped((step, (start, until)) for start, until, step in spans if until > start)
     exposed = _exposed(one)
     waiting = union(span for some in by_step.values() for span in some)
-    ends: dict[str, Part] = {}
-    for part in one.parts:
-        step = one.calls[part.call].step
-        if step not in ends or part.end > ends[step].end:
-            ends[step] = part
-    in_last = union((part.start, part.end) for part in ends.values())
+    parts = grouped((one.calls[part.call].step, part) for part in one.parts)
+    ends = [max(some, key=lambda part: part.end) for some in parts.values()]
+    in_last = union((part.start, part.end) for part in ends)
     mine = union(zip(waits.starts, waits.ends, strict=True))
     return RankFigures(
-        rank=one.rank,
         trace=one.path,
-        host=one.host,
-        total=one.total,
+        **{name: getattr(one, name) for name in KEPT},
         waited_for_others_us=sum(map(length, by_step.values())) / 1e3,
         waiting_us=length(waiting) / 1e3,
         waiting_in_steps_us=tuple(length(union(by_step[step.name])) / 1e3 for step in one.steps),
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
         together_exposed_us=length(both(minus(mine, waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,
-        late_us=one.late_us,
         collectives=len(one.parts),
-        hidden=one.hidden,
         arrived_last=waits.arrived_last,
         others_waited_us=waits.others_us,
-        unprofiled_step_us=one.unprofiled_step_us,
-        steps=one.steps,
-        message_waits=_message_waits(one, messages, exposed),
-        regime=one.regime,
-        kernels=one.kernels,
-        launches=one.launches,
-        between_launches_us=one.between_launches_us,
+        message_waits=_message_waits(messages, exposed),
     )
 
 
-def _message_waits(one: RankTrace, waits: _Waits, exposed: Intervals) -> MessageWaits:
+def _message_waits(waits: _Waits, exposed: Intervals) -> MessageWaits:
     """Return a rank's waits in its messages. exposed: the rank's exposed communication."""
     spans = list(zip(waits.starts, waits.ends, waits.until, strict=True))
-    of_step: dict[str, list[int]] = defaultdict(list)
-    for at, step in enumerate(waits.steps):
-        of_step[step].append(at)
     first, last, sends = [], [], 0
-    for some in of_step.values():
+    for some in grouped((step, at) for at, step in enumerate(waits.steps)).values():
         earliest = min(spans[at][0] for at in some)
         sends += any(waits.sends[at] and spans[at][0] == earliest for at in some)
         received = sorted((at for at in some if not waits.sends[at]), key=lambda at: spans[at][0])
@@ -759,11 +715,9 @@ def _message_waits(one: RankTrace, waits: _Waits, exposed: Intervals) -> Message
 
 
 def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTimes, ...]:
-    same: dict[tuple, list[Collective]] = defaultdict(list)
-    for one, collective in zip(met, matched, strict=True):
-        same[one.group.description, one.ranks, one.group.size].append(collective)
+    of_group = (((one.group.description, one.ranks, one.group.size), it) for one, it in zip(met, matched, strict=True))
     found = []
-    for (description, ranks, size), some in same.items():
+    for key, some in grouped(of_group).items():
         waited: dict[int, float] = defaultdict(float)
         for one in some:
             waited[one.last] += sum(one.waits_us)
@@ -771,16 +725,14 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
         of_rank = [sum(each) for each in zip(*(one.waits_us for one in some), strict=True)]
         found.append(
             GroupTimes(
-                description=description,
-                ranks=ranks,
-                size=size,
+                *key,
                 collectives=len(some),
                 waited_us=sum(waited.values()),
                 last=last,
                 times_last=sum(one.last == last for one in some),
                 for_last_us=waited[last],
                 transfer_us=sum(one.transfer_us for one in some),
-                late=tuple(rank for rank, us in zip(ranks, of_rank, strict=True) if us < LATE * max(of_rank)),
+                late=tuple(rank for rank, us in zip(key[1], of_rank, strict=True) if us < LATE * max(of_rank)),
             )
         )
     return tuple(sorted(found, key=lambda one: -one.waited_us))
@@ -790,11 +742,9 @@ def _pairs(
     met: Sequence[_Met], messages: Sequence[Collective], exposed: Mapping[int, Lengths]
 ) -> tuple[PairTimes, ...]:
     """exposed: each rank's exposed communication, by its own clock."""
-    same: dict[tuple, list[tuple[_Met, Collective]]] = defaultdict(list)
-    for one, message in zip(met, messages, strict=True):
-        same[one.group.description, one.ranks].append((one, message))
+    of_pair = (((one[0].group.description, one[0].ranks), one) for one in zip(met, messages, strict=True))
     found = []
-    for (description, (source, destination)), some in same.items():
+    for (description, (source, destination)), some in grouped(of_pair).items():
         place = {rank: at for at, rank in enumerate(some[0][0].group.members)}
         sizes = [message.bytes for _, message in some if message.bytes is not None]
         waited = []
@@ -802,40 +752,24 @@ def _pairs(
             starts = [(one.parts[side].start, round(message.waits_us[side] * 1e3)) for one, message in some]
             spans = union((start, start + ns) for start, ns in starts)  # several sends may wait at a time
             waited.append(sum(exposed[rank].between(*span) for span in spans))
-        found.append(
-            PairTimes(
-                description=description,
-                source=source,
-                destination=destination,
-                places=(place[source], place[destination]) if {source, destination} <= place.keys() else None,
-                messages=len(some),
-                bytes=median_high(sizes) if sizes else None,
-                receiver_waited_us=waited[1] / 1e3,
-                sender_waited_us=waited[0] / 1e3,
-                transfer_us=sum(message.transfer_us for _, message in some),
-            )
-        )
+        places = (place[source], place[destination]) if {source, destination} <= place.keys() else None
+        of_all = {"messages": len(some), "bytes": median_high(sizes) if sizes else None}
+        waits = {"receiver_waited_us": waited[1] / 1e3, "sender_waited_us": waited[0] / 1e3}
+        transfer = sum(message.transfer_us for _, message in some)
+        found.append(PairTimes(description, source, destination, places, **of_all, **waits, transfer_us=transfer))
     return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 
 def _kinds(matched: Sequence[Collective], best: float | None) -> tuple[KindTimes, ...]:
-    same: dict[tuple, list[Collective]] = defaultdict(list)
-    for one in matched:
-        same[one.kind, one.bytes, one.size].append(one)
     found = []
-    for (kind, size, ranks), some in same.items():
-        rates = [one.bus_gb_s for one in some if one.bus_gb_s is not None]
-        rate = median(rates) if rates else None
-        found.append(
-            KindTimes(
-                kind=kind,
-                bytes=size,
-                size=ranks,
-                count=len(some),
-                longest_wait_us=median(max(one.waits_us) for one in some),
-                transfer_us=median(one.transfer_us for one in some),
-                bus_gb_s=rate,
-                of_best=rate / best if rate and best else None,
-            )
-        )
+    for key, some in grouped(((one.kind, one.bytes, one.size), one) for one in matched).items():
+        wait, transfer = median(max(one.waits_us) for one in some), median(one.transfer_us for one in some)
+        rate = median_rate(some)
+        found.append(KindTimes(*key, len(some), wait, transfer, rate, rate / best if rate and best else None))
     return tuple(sorted(found, key=lambda one: -one.count * (one.transfer_us + one.longest_wait_us)))
+
+
+def median_rate(some: Iterable[Collective]) -> float | None:
+    """Return the median bus bandwidth (GB/s) of collectives; None if that of none is known."""
+    rates = [one.bus_gb_s for one in some if one.bus_gb_s is not None]
+    return median(rates) if rates else None

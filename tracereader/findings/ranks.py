@@ -2,7 +2,7 @@
 
 import bisect
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from statistics import fmean, median
@@ -10,10 +10,11 @@ from statistics import fmean, median
 import msgspec
 
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times, summed
-from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksSummary
+from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksSummary, median_rate
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
 from tracereader.trace import STEP
+from tracereader.trace.grouped import grouped
 
 # The share of a rank's time in exposed waits for other ranks from which the wait is named. On two H200s it was 31% in
 # FSDP with a CPU that launches late, 8% with a rank that computes more, and 0.5% in plain DDP.
@@ -221,7 +222,10 @@ def pace_setter(summary: RanksSummary) -> RankFigures:
 
     Exposed communication that is not matched may be a wait, so it counts as one. The peer may not have been read.
     """
-    waits = lambda one: share_of_steps(one, one.waited_exposed_us + one.message_waits.us + _not_matched_us(one))  # noqa: E731
+
+    def waits(one: RankFigures) -> float:
+        return share_of_steps(one, one.waited_exposed_us + one.message_waits.us + _not_matched_us(one))
+
     return straggler(summary) or min(summary.ranks, key=waits)
 
 
@@ -244,13 +248,13 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
     waiting, exposed = one.waited_exposed_us + one.message_waits.us, one.total.exposed_communication_us
     if found.waits_for == "communication" and waiting > MOST * exposed:
         told += f", {waiting / exposed:.0%} of it waiting for other ranks"
-    if len(summary.ranks) > 1 and _keeps_others_waiting(summary, one):
-        told = f"rank {one.rank} sets the pace: its{told.removeprefix('the')}"
-    elif len(summary.ranks) > 1 and _waits_are_known(summary):
-        whom = "the ranks that were read" if summary.missing else "others"
-        told = f"rank {one.rank} waits least for {whom}: its{told.removeprefix('the')}"
-    elif len(summary.ranks) > 1:
-        told = f"rank {one.rank}'s{told.removeprefix('the')}"
+    if len(summary.ranks) > 1:
+        whose = "'s"
+        if _keeps_others_waiting(summary, one):
+            whose = " sets the pace: its"
+        elif _waits_are_known(summary):
+            whose = f" waits least for {'the ranks that were read' if summary.missing else 'others'}: its"
+        told = f"rank {one.rank}{whose}{told.removeprefix('the')}"
     if found.waits_for == "overhead" and one.unprofiled_step_us is not None:
         busy = usual(summary, one, None, lambda step: step.us - step.idle_us)
         told += f"; {recording.measured(busy, one.unprofiled_step_us).removesuffix('.')}"
@@ -297,18 +301,14 @@ def launch_waits(summary: RanksSummary) -> str:
 def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
     """Return the rank that one group waits for, if most of all waiting is for the ranks of this group."""
     by_rank = {one.rank: one for one in summary.ranks}
-    found = []
-    for group in summary.groups:
+
+    def has_most(group: GroupTimes) -> bool:
         caused = sum(by_rank[rank].others_waited_us for rank in group.ranks)
         each = group.for_last_us / (len(group.ranks) - 1)
-        late = by_rank[group.last]
-        if (
-            len(group.ranks) < len(summary.ranks)
-            and caused > CAUSES_IT * total
-            and group.for_last_us > CAUSES_IT * group.waited_us
-            and share(late, each) > MUCH_WAITED
-        ):
-            found.append((len(group.ranks), group.last))
+        by_one = group.for_last_us > CAUSES_IT * group.waited_us and share(by_rank[group.last], each) > MUCH_WAITED
+        return by_one and len(group.ranks) < len(summary.ranks) and caused > CAUSES_IT * total
+
+    found = [(len(group.ranks), group.last) for group in summary.groups if has_most(group)]
     return by_rank[min(found)[1]] if found else None
 
 
@@ -337,7 +337,8 @@ def _launching(one: Times) -> float:
     return max(0.0, one.idle_not_launched_us - one.idle_loading_us)
 
 
-PARTS: dict[str, Callable[[Times], float]] = {
+Figure = Callable[[Times], float]
+PARTS: dict[str, Figure] = {
     "computes": lambda one: one.compute_us,
     "copies": lambda one: one.exposed_copy_us,
     "launches late": _launching,
@@ -347,19 +348,12 @@ PARTS: dict[str, Callable[[Times], float]] = {
 
 
 def usual(
-    summary: RanksSummary,
-    rank: RankFigures,
-    phase: str | None,
-    figure: Callable[[Times], float],
-    steps: Sequence[str] | None = None,
+    summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Figure, steps: Sequence[str] | None = None
 ) -> float:
     """Return the median of a figure over the common steps or some of them, for one phase or for the whole step."""
-    found = []
-    for step in rank.steps:
-        if step.name in (summary.steps if steps is None else steps):
-            some = [step] if phase is None else [one for one in step.phases if one.name == phase]
-            found.append(sum(figure(one) for one in some))
-    return median(found) if found else 0.0
+    wanted = [step for step in rank.steps if step.name in (summary.steps if steps is None else steps)]
+    times = ([step] if phase is None else [one for one in step.phases if one.name == phase] for step in wanted)
+    return median(sum(map(figure, some)) for some in times) if wanted else 0.0
 
 
 def step_us(summary: RanksSummary) -> float:
@@ -499,28 +493,20 @@ def costs(summary: RanksSummary, most: int | None = None, hosts: Sequence[SlowHo
     found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
     found += [Cost((rank,), us, (), None, steps) for rank, (us, steps) in beyond.items() if rank not in left_out]
     found = sorted(found, key=lambda one: -one.more_us)[:most]
-    figures = _by_steps(summary, (one.steps for one in found))
-    return tuple(
-        one if one.link else msgspec.structs.replace(
-            one, reasons=figures[one.steps].reasons(one.ranks[0], one.more_us / figures[one.steps].share())
-        )
-        for one in found
-    )  # fmt: skip
-
-
-def _by_steps(summary: RanksSummary, some: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], _Usual]:
-    """Return the medians over each of some lists of steps."""
-    return {steps: _Usual(summary, steps) for steps in set(some)}
+    figures = {steps: _Usual(summary, steps) for steps in {one.steps for one in found}}
+    for place, one in enumerate(found):
+        if not one.link:
+            of = figures[one.steps]
+            reasons = of.reasons(one.ranks[0], one.more_us / of.share())
+            found[place] = msgspec.structs.replace(one, reasons=reasons)
+    return tuple(found)
 
 
 def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
     """Return the hosts with several slow ranks, the slowest first; none if there is only one host."""
-    beyond, on = _beyond(summary), defaultdict(list)
-    figures = _by_steps(summary, (steps for _, steps in beyond.values()))
-    for one in summary.ranks:
-        if one.host is not None:
-            on[one.host].append(one.rank)
-    found = []
+    beyond, found = _beyond(summary), []
+    figures = {steps: _Usual(summary, steps) for _, steps in beyond.values()}
+    on = grouped((one.host, one.rank) for one in summary.ranks if one.host is not None)
     for host, ranks in on.items() if len(on) > 1 else ():
         slow = [rank for rank in ranks if rank in beyond]
         if len(slow) < 2 or 2 * len(slow) < len(ranks):
@@ -540,11 +526,11 @@ def _hosts_that_are_late(summary: RanksSummary) -> tuple[SlowHost, ...]:
     hosts = slow_hosts(summary)
     theirs = {rank for one in hosts for rank in one.ranks}
     late = [one for one in summary.ranks if one.rank in theirs and one.arrived_last]
-    caused, times = sum(one.others_waited_us for one in late), sum(one.arrived_last for one in late)
+    caused = sum(one.others_waited_us for one in late)
     if caused <= CAUSES_IT * sum(one.others_waited_us for one in summary.ranks) or not _costs_others(summary, theirs):
         return ()
     waiting = sum(len(one.ranks) - 1 for one in summary.matched if one.last in theirs)
-    return hosts if times and _told_apart(summary, caused / waiting) else ()
+    return hosts if late and _told_apart(summary, caused / waiting) else ()
 
 
 def slow_link(summary: RanksSummary) -> SlowLink | None:
@@ -554,12 +540,10 @@ def slow_link(summary: RanksSummary) -> SlowLink | None:
 
 def slow_links(summary: RanksSummary) -> list[SlowLink]:
     """Return the groups with slower transfers than other groups' equal messages, each with its costliest message."""
-    same: dict[tuple, dict[tuple, list]] = {}
-    for one in summary.matched:
-        if one.bytes and len(one.ranks) == one.size:  # a rank that was not read may be late
-            same.setdefault((one.kind, one.bytes, one.size), {}).setdefault(one.ranks, []).append(one)
+    whole = (one for one in summary.matched if one.bytes and len(one.ranks) == one.size)  # others may be late
     found: dict[tuple, SlowLink] = {}
-    for (kind, message, _), groups in same.items():
+    for (kind, message, _), same in grouped(((one.kind, one.bytes, one.size), one) for one in whole).items():
+        groups = grouped((one.ranks, one) for one in same)
         usual_us = {ranks: median(one.transfer_us for one in some) for ranks, some in groups.items()}
         ordered = sorted(usual_us.values())
         for ranks, us in usual_us.items() if len(groups) > 1 else ():
@@ -569,12 +553,10 @@ def slow_links(summary: RanksSummary) -> list[SlowLink]:
             more = sum(one.transfer_us - theirs for one in groups[ranks]) / max(1, len(summary.steps))
             if ranks not in found or more > found[ranks].more_us:
                 others = (each for other, some in groups.items() if other != ranks for each in some)
-                found[ranks] = SlowLink(ranks, kind, message, us, theirs, more, _rate(groups[ranks]), _rate(others))
-    window = {one.rank: one.total.us for one in summary.ranks}
-    steps = max(1, len(summary.steps))
-    worth = [
-        one for one in found.values() if one.more_us > MUCH_LONGER * max(window[rank] for rank in one.ranks) / steps
-    ]
+                rates = median_rate(groups[ranks]), median_rate(others)
+                found[ranks] = SlowLink(ranks, kind, message, us, theirs, more, *rates)
+    step = {one.rank: one.total.us / max(1, len(summary.steps)) for one in summary.ranks}
+    worth = (one for one in found.values() if one.more_us > MUCH_LONGER * max(map(step.get, one.ranks)))
     return sorted(worth, key=lambda one: -one.more_us)
 
 
@@ -584,14 +566,9 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
     return median(ordered[index + (index >= at)] for index in {(count - 1) // 2, count // 2})
 
 
-def _rate(some: Iterable) -> float | None:
-    rates = [one.bus_gb_s for one in some if one.bus_gb_s is not None]
-    return median(rates) if rates else None
-
-
 def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
     """Return the kinds of process groups, those with the most waiting first."""
-    same: dict[tuple, list[GroupTimes]] = defaultdict(list)
+    same = grouped(())
     # Groups with ranks that were not read are of the kind of the complete ones, if the distances allow it.
     for one in sorted(summary.groups, key=lambda one: len(one.ranks) < one.size):
         apart = {right - left for left, right in pairwise(one.ranks)}
@@ -602,20 +579,11 @@ def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
         same[one.description, one.size, every].append(one)
     steps, found = max(1, len(summary.steps)), []
     for (description, members, every), some in same.items():
-        ranks = sum(len(one.ranks) for one in some)
-        found.append(
-            GroupKind(
-                name=_group_name(description, members, every, members == summary.world_size),
-                description=description,
-                groups=len(some),
-                size=members,
-                every=every,
-                collectives=max(one.collectives for one in some),
-                waited_us=sum(one.waited_us for one in some) / ranks / steps,
-                transfer_us=fmean(one.transfer_us for one in some) / steps,
-                worst=max(some, key=lambda one: one.waited_us),
-            )
-        )
+        name = _group_name(description, members, every, members == summary.world_size)
+        collectives = max(one.collectives for one in some)
+        waited = sum(one.waited_us for one in some) / sum(len(one.ranks) for one in some) / steps
+        transfer, worst = fmean(one.transfer_us for one in some) / steps, max(some, key=lambda one: one.waited_us)
+        found.append(GroupKind(name, description, len(some), members, every, collectives, waited, transfer, worst))
     return tuple(sorted(found, key=lambda one: -one.waited_us))
 
 
@@ -673,34 +641,25 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         return []
     worst = max(taking_part, key=lambda one: share_of_steps(one, one.message_waits.us))
     waits, pipeline = worst.message_waits, is_pipeline(summary)
-    nothing = f"{ms(per_step(worst, waits.us))} per step ({share_of_steps(worst, waits.us):.1%} of it)"
+    nothing = f"{_each_step(worst, waits.us)} per step ({share_of_steps(worst, waits.us):.1%} of it)"
     if share(worst, waits.us) <= MUCH_WAITED:
         return [f"no rank loses much time by waiting for messages: rank {worst.rank} waits {nothing}"]
-    parts = [
-        f"{ms(per_step(worst, us))} of it in the {which} receive of a step"
-        for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
-        if us > A_REASON * waits.us
-    ]
+    bubble = f"rank {worst.rank} computes nothing for {nothing} while it waits for messages"
+    for us, which in ((waits.first_us, "first"), (waits.last_us, "last")):
+        if us > A_REASON * waits.us:
+            bubble += f", {_each_step(worst, us)} of it in the {which} receive of a step"
     middle = median(share_of_steps(one, one.message_waits.us) for one in taking_part)
     others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
-    found = [
-        f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {nothing} while it waits for messages"
-        f"{''.join(f', {part}' for part in parts)}{others}"
-    ]
-    found.append(f"the longest wait for one other rank: {waiting_of(summary.pairs[0], len(summary.steps))}")
+    longest = f"the longest wait for one other rank: {waiting_of(summary.pairs[0], len(summary.steps))}"
+    found = [f"{'pipeline bubble: ' * pipeline}{bubble}{others}", longest]
     if slow := slowest_stage(summary):
         read = " of the stages that were read" if summary.missing else ""
         them = "the other stage" if slow.stages == 2 else "the median of the other stages"
-        found.append(
-            f"{stage_in_words(slow)} computes longest{read}: {ms(slow.us)} per step, {them} {ms(slow.others_us)}; the "
-            "slowest stage sets the pace of a pipeline"
-        )
+        longest = f"{stage_in_words(slow)} computes longest{read}: {ms(slow.us)} per step, {them} {ms(slow.others_us)}"
+        found.append(f"{longest}; the slowest stage sets the pace of a pipeline")
     elif one := _slow_in_its_stage(summary):
-        rank, stage, us, others_us = one
-        found.append(
-            f"rank {rank} computes longest in stage {stage}: {ms(us)} per step, the median of the stage's other ranks "
-            f"is {ms(others_us)}"
-        )
+        longest = f"rank {one[0]} computes longest in stage {one[1]}: {ms(one[2])} per step"
+        found.append(f"{longest}, the median of the stage's other ranks is {ms(one[3])}")
     return found
 
 
@@ -713,22 +672,11 @@ def waiting_of(pair: PairTimes, steps: int) -> str:
     return f"{there} waits {sender} until {here} receives"
 
 
-def _stages(summary: RanksSummary) -> dict[int, int]:
-    """Return by rank its stage in a pipeline. It is empty for ranks that form none."""
-    return {
-        rank: at
-        for one in (summary.pairs if is_pipeline(summary) else ())
-        if one.places
-        for rank, at in zip((one.source, one.destination), one.places, strict=True)
-    }
-
-
 def _ranks_of_stages(summary: RanksSummary) -> dict[int, list[int]]:
-    """Return the ranks of each stage of the pipelines."""
-    ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, at in _stages(summary).items():
-        ranks[at].append(rank)
-    return ranks
+    """Return the ranks of each stage of the pipelines. It is empty for ranks that form none."""
+    pairs = [one for one in summary.pairs if one.places] if is_pipeline(summary) else []
+    stage = {rank: at for one in pairs for rank, at in zip((one.source, one.destination), one.places, strict=True)}
+    return grouped((at, rank) for rank, at in stage.items())
 
 
 def _slow_in_its_stage(summary: RanksSummary) -> tuple[int, int, float, float] | None:
@@ -736,14 +684,19 @@ def _slow_in_its_stage(summary: RanksSummary) -> tuple[int, int, float, float] |
 
     The result has the rank, the stage, and the compute per step of the rank and the others' median (µs).
     """
-    figures, found = _Usual(summary), []
-    computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
+    (computes, least), found = _compute_by_rank(summary), []
     for at, ranks in _ranks_of_stages(summary).items():
         slow = max(ranks, key=computes.get)
         others = [computes[rank] for rank in ranks if rank != slow]
-        if others and computes[slow] - median(others) > MUCH_LONGER * step:
+        if others and computes[slow] - median(others) > least:
             found.append((slow, at, computes[slow], median(others)))
     return max(found, key=lambda one: one[2] - one[3], default=None)
+
+
+def _compute_by_rank(summary: RanksSummary) -> tuple[dict[int, float], float]:
+    """Return each rank's compute per step, and the time by which it has to be longer to be named (µs)."""
+    figures = _Usual(summary)
+    return figures.of(None, "computes"), MUCH_LONGER * median(figures.of(None, "us").values())
 
 
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:
@@ -751,16 +704,14 @@ def slowest_stage(summary: RanksSummary) -> SlowStage | None:
 
     Most of its ranks have to compute longer, because one slow rank makes no slow stage.
     """
-    ranks = _ranks_of_stages(summary)
-    figures = _Usual(summary)
-    computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
+    ranks, (computes, least) = _ranks_of_stages(summary), _compute_by_rank(summary)
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
     if len(by_stage) < 2 or not summary.steps:
         return None
     slow = max(by_stage, key=by_stage.get)
     others = [us for at, us in by_stage.items() if at != slow]
     beyond = [computes[rank] - median(others) for rank in ranks[slow]]
-    if sum(us > max(MUCH_LONGER * step, MOST * max(beyond)) for us in beyond) <= len(beyond) / 2:
+    if sum(us > max(least, MOST * max(beyond)) for us in beyond) <= len(beyond) / 2:
         return None
     mean = fmean(by_stage.values())
     return SlowStage(slow, len(by_stage), tuple(sorted(ranks[slow])), by_stage[slow], median(others), mean)
@@ -775,28 +726,17 @@ def stage_in_words(slow: SlowStage) -> str:
 
 def pair_kinds(summary: RanksSummary) -> tuple[PairKind, ...]:
     """Return the kinds of pairs of ranks that exchange messages, those with the most waiting first."""
-    same: dict[tuple, list[PairTimes]] = defaultdict(list)
-    for one in summary.pairs:
-        same[one.description, one.places or (one.source, one.destination)].append(one)
+    places = (((one.description, one.places or (one.source, one.destination)), one) for one in summary.pairs)
     steps, found = max(1, len(summary.steps)), []
     what = "stage" if is_pipeline(summary) else "member"
     several = len({one.description for one in summary.pairs}) > 1
-    for (description, (source, destination)), some in same.items():
-        named = f"rank {some[0].source} to {some[0].destination}"
-        if len(some) > 1:
-            named = f"{what} {source} to {destination}"
-        found.append(
-            PairKind(
-                name=named + (f" ({description})" if description and several else ""),
-                pairs=len(some),
-                messages=max(one.messages for one in some),
-                bytes=some[0].bytes,
-                receiver_waited_us=fmean(one.receiver_waited_us for one in some) / steps,
-                sender_waited_us=fmean(one.sender_waited_us for one in some) / steps,
-                transfer_us=fmean(one.transfer_us for one in some) / steps,
-                worst=some[0],  # those of the summary are in this order
-            )
-        )
+    for (description, (source, destination)), some in grouped(places).items():
+        worst, times = some[0], ("receiver_waited_us", "sender_waited_us", "transfer_us")  # the worst one comes first
+        named = f"{what} {source} to {destination}" if len(some) > 1 else f"rank {worst.source} to {worst.destination}"
+        named += f" ({description})" if description and several else ""
+        means = {time: fmean(getattr(one, time) for one in some) / steps for time in times}
+        messages = max(one.messages for one in some)
+        found.append(PairKind(named, len(some), messages, worst.bytes, **means, worst=worst))
     return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 
@@ -838,25 +778,27 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     often = slow or max(summary.ranks, key=lambda one: (one.arrived_last, one.others_waited_us))
     taken_part = sum(often.rank in one.ranks for one in summary.matched)
     read = " of those read" if summary.missing else ""
-    last = f"it is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
+    last = f"is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
     late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
     waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
-    waits = _waits_in_words(waiting, "longest, " if len(summary.ranks) > 2 else "")
+    us, exposed = (_each_step(waiting, us) for us in (waiting.waiting_us, waiting.waited_exposed_us))
+    nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
+    longest = "longest, " if len(summary.ranks) > 2 else ""
+    waits = f"rank {waiting.rank} waits {longest}{us} per step, and {nothing} {_of_step(waiting)}"
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
         seldom = slow.arrived_last < 0.9 * taken_part
         mostly = f", {of_all:.0%} of all waiting is for it" if seldom or of_all <= CAUSES_IT else ""
         if of_all <= CAUSES_IT:
             mostly += ", and most of the rest is for ranks of its group, which wait for it first"
-        return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
+        return [f"rank {slow.rank} keeps the others waiting: it {last}{mostly}", waits]
     if hosts:
         return [*_of_late_hosts(summary, hosts, read), waits]
     told_apart = _told_apart(summary, summary.clocks.lead_us)
     if cost <= MUCH_WAITED:
         whom = " for a rank that was read" if summary.missing else ""
-        little = f"no rank loses much time by waiting{whom}: {waits}"
-        return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
+        return [f"no rank loses much time by waiting{whom}: {waits}", *[f"rank {often.rank} {last}"] * told_apart]
     slowest = sorted(((us, rank) for rank, (us, _) in _beyond(summary).items()), key=lambda one: -one[0])
     if not _last_is_known(summary):
         return [
@@ -864,30 +806,21 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
         ]
     first = _of_stages(summary) or f"the ranks wait for each other: {waits}"
-    if slowest:
+    if len(slowest) > 1:
         told = listed([f"rank {rank} by {ms(us)}" for us, rank in slowest], most=3)
-        most = f"{len(slowest):,} ranks take longer per step than the median of all: {told}"
-        if len(slowest) == 1:
-            ((us, only),) = slowest
-            why = loss(summary)
-            if why and why.rank == only:
-                return [first]  # the reason is a sentence of its own
-            most = f"rank {only} takes {ms(us)} longer per step than the median of all ranks"
-    elif told_apart:
-        most = f"rank {often.rank} {last.removeprefix('it ')}, the most often"
-    else:
-        return [first]
-    return [first, most]
+        return [first, f"{len(slowest):,} ranks take longer per step than the median of all: {told}"]
+    for us, only in slowest:
+        if (why := loss(summary)) and why.rank == only:
+            return [first]  # the reason is a sentence of its own
+        return [first, f"rank {only} takes {ms(us)} longer per step than the median of all ranks"]
+    return [first, *[f"rank {often.rank} {last}, the most often"] * told_apart]
 
 
 def _of_stages(summary: RanksSummary) -> str:
     """Return a sentence on the stages of a pipeline that reach collectives at different times; "" without such."""
-    waits: dict[int, list[float]] = defaultdict(list)
-    stages = _stages(summary)
-    for one in summary.ranks:
-        if one.rank in stages:
-            waits[stages[one.rank]].append(per_step(one, one.waited_exposed_us))
-    means = {stage: fmean(some) for stage, some in waits.items()}
+    by_rank = {one.rank: per_step(one, one.waited_exposed_us) for one in summary.ranks}
+    stages = sorted(_ranks_of_stages(summary).items(), key=lambda stage: min(stage[1]))
+    means = {at: fmean(map(by_rank.get, ranks)) for at, ranks in stages}
     if len(means) < 2 or min(means.values()) > MOST * max(means.values()):
         return ""
     late, early = min(means, key=means.get), max(means, key=means.get)
@@ -897,31 +830,16 @@ def _of_stages(summary: RanksSummary) -> str:
     )
 
 
-def _waits_in_words(one: RankFigures, longest: str) -> str:
-    us, exposed = (ms(per_step(one, us)) for us in (one.waiting_us, one.waited_exposed_us))
-    nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
-    cost = f"({share_of_steps(one, one.waited_exposed_us):.1%} of the step)"
-    return f"rank {one.rank} waits {longest}{us} per step, and {nothing} {cost}"
-
-
 def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) -> list[str]:
     theirs = {rank for one in hosts for rank in one.ranks}
     times = sum(one.last in theirs for one in summary.matched)
     taken_part = sum(not theirs.isdisjoint(one.ranks) for one in summary.matched)
-    names = listed([one.host for one in hosts], most=3)
-    keep = "host {} keeps" if len(hosts) == 1 else "hosts {} keep"
-    whose = "its" if len(hosts) == 1 else "their"
-    found = [
-        f"{keep.format(names)} the others waiting: one of {whose} {len(theirs):,} ranks is last{read} in {times:,} of "
-        f"{counted(taken_part, 'collective')}"
-    ]
-    worst = hosts[0]
-    if worst.part:
-        found.append(
-            f"{counted(len(worst.slow), 'rank')} of host {worst.host} take {ms(worst.more_us)} longer per step than "
-            f"the median of all ranks: {HOST_SAYS[worst.part]}"
-        )
-    return found
+    names, worst = listed([one.host for one in hosts], most=3), hosts[0]
+    keep, whose = (f"host {names} keeps", "its") if len(hosts) == 1 else (f"hosts {names} keep", "their")
+    last = f"one of {whose} {len(theirs):,} ranks is last{read} in {times:,} of {counted(taken_part, 'collective')}"
+    slow = f"{counted(len(worst.slow), 'rank')} of host {worst.host} take {ms(worst.more_us)} longer per step"
+    because = [f"{slow} than the median of all ranks: {HOST_SAYS[worst.part]}"] if worst.part else []
+    return [f"{keep} the others waiting: {last}", *because]
 
 
 HOST_SAYS = {
@@ -937,36 +855,26 @@ def listed(some: Sequence, most: int = 8) -> str:
     return " and ".join(filter(None, (", ".join(map(str, some[:-1])), str(some[-1]))))
 
 
+NOT_READ = {
+    "unreadable": "{0.detail}", "failed": "{0.detail}", "dropped": "the cluster dropped it",
+    "killed": "the process that read it was killed",
+    "front_end": "it has no launch and no GPU work, as the front end of a server",
+    "no_rank": "it does not record its rank (distributedInfo)",
+    "other_world_size":
+        "from another run: rank {0.rank} of {0.world_size}, but the others have {0.other_world_size} ranks",
+    "other_time": "from another run, or by a clock that is off: rank {0.rank} was recorded {0.seconds:,.1f} s "
+        "earlier or later than the others",
+    "no_common_step": "rank {0.rank} has no step {step}, which most others have",
+    "same_rank": "another trace of rank {0.rank}: {0.detail} is read instead",
+    "no_answer": "the process that reads it did not answer: nothing has arrived for {0.seconds:,.0f} s",
+    "other_version": "the process that read it has another version of the reader",
+    "no_module": "the process that read it has no module {0.detail}: install the reader there",
+}  # fmt: skip
+
+
 def why_not_read(one: NotRead) -> str:
     """Return why a rank's trace is left out, in words."""
-    match one.reason:
-        case "unreadable" | "failed":
-            return one.detail
-        case "front_end":
-            return "it has no launch and no GPU work, as the front end of a server"
-        case "no_rank":
-            return "it does not record its rank (distributedInfo)"
-        case "other_world_size":
-            others = f"the others have {one.other_world_size} ranks"
-            return f"from another run: rank {one.rank} of {one.world_size}, but {others}"
-        case "other_time":
-            apart = f"{one.seconds:,.1f} s earlier or later than the others"
-            return f"from another run, or by a clock that is off: rank {one.rank} was recorded {apart}"
-        case "no_common_step":
-            return f"rank {one.rank} has no step {one.detail.removeprefix(STEP[:-1])}, which most others have"
-        case "same_rank":
-            return f"another trace of rank {one.rank}: {one.detail} is read instead"
-        case "no_answer":
-            return f"the process that reads it did not answer: nothing has arrived for {one.seconds:,.0f} s"
-        case "other_version":
-            return "the process that read it has another version of the reader"
-        case "dropped":
-            return "the cluster dropped it"
-        case "killed":
-            return "the process that read it was killed"
-        case "no_module":
-            return f"the process that read it has no module {one.detail}: install the reader there"
-    raise ValueError(one.reason)
+    return NOT_READ[one.reason].format(one, step=one.detail.removeprefix(STEP[:-1]))
 
 
 def _us(us: float) -> str:
@@ -1021,13 +929,14 @@ def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
     }
     told = []
     for one in reasons:
-        place = one.phase if one.phase in (OUTSIDE_ANNOTATIONS, None) else f"in {one.phase}"
-        if place is None:
-            told.append(says[one.part].format(ms(one.more_us)))
-        elif one.phase_us > NEARLY_ALL * one.more_us:  # it exceeds the whole if other phases are shorter
-            told.append(f"{says[one.part].format(ms(one.phase_us))} {place}")
-        else:
-            told.append(f"{says[one.part].format(ms(one.more_us))}, {ms(one.phase_us)} of it {place}")
+        us, place = one.more_us, ""
+        if one.phase is not None:
+            place = f" {one.phase}" if one.phase == OUTSIDE_ANNOTATIONS else f" in {one.phase}"
+            if one.phase_us > NEARLY_ALL * us:  # it exceeds the whole if other phases are shorter
+                us = one.phase_us
+            else:
+                place = f", {ms(one.phase_us)} of it{place}"
+        told.append(says[one.part].format(ms(us)) + place)
     return told
 
 
@@ -1041,9 +950,8 @@ def _of_link(link: SlowLink) -> str:
 
 def link_in_words(link: SlowLink) -> str:
     """Return a slow link in words, by its message and bandwidth."""
-    if link.bus_gb_s is None or link.others_gb_s is None:
-        reached = f"{_us(link.transfer_us)}, other groups {_us(link.others_us)}"
-    else:
+    reached = f"{_us(link.transfer_us)}, other groups {_us(link.others_us)}"
+    if None not in (link.bus_gb_s, link.others_gb_s):
         reached = f"{link.bus_gb_s:,.3g} GB/s, other groups {link.others_gb_s:,.3g} GB/s"
     return f"probably a slow link: {link.kind} of {size(link.bytes)} at {reached}"
 
@@ -1065,28 +973,30 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")
     found += [_of_link(link) for link in slow_links(summary) if rank in link.ranks][:1]
     mine = [each for each in summary.matched if rank in each.ranks]
-    waits: dict[int, float] = defaultdict(float)
+    waits = Counter()
     for each in mine:
         waits[each.last] += each.waits_us[each.ranks.index(rank)]
-    if waits:
-        whom = max(waits, key=waits.get)
-        mostly = f", {waits[whom] / sum(waits.values()):.0%} of it for rank {whom}" if waits[whom] else ""
-        exposed = f"{ms(per_step(one, one.waited_exposed_us)).removesuffix(' ms')} of it exposed"
-        found.append(
-            f"it waits {ms(per_step(one, one.waiting_us))} per step for others, {exposed} "
-            f"({share_of_steps(one, one.waited_exposed_us):.1%} of the step){mostly}"
-        )
-        found.append(
+    for whom, most in waits.most_common(1):
+        exposed = f"{_each_step(one, one.waited_exposed_us).removesuffix(' ms')} of it exposed"
+        found += [
+            f"it waits {_each_step(one, one.waiting_us)} per step for others, {exposed} {_of_step(one)}"
+            + (f", {most / sum(waits.values()):.0%} of it for rank {whom}" if most else ""),
             f"it is last in {one.arrived_last:,} of {counted(len(mine), 'collective')}; all others together wait "
-            f"{ms(per_step(one, one.others_waited_us))} per step for it"
-        )
+            f"{_each_step(one, one.others_waited_us)} per step for it",
+        ]
     if one.message_waits.messages:
-        found.append(
-            f"it waits {ms(per_step(one, one.message_waits.us))} per step for the other side of its messages while it "
-            "computes nothing "
-            f"({share_of_steps(one, one.message_waits.us):.1%} of the step)"
-        )
+        waited = f"{_each_step(one, one.message_waits.us)} per step for the other side of its messages"
+        found.append(f"it waits {waited} while it computes nothing {_of_step(one, one.message_waits.us)}")
     return found or [_nothing_matched(summary)]
+
+
+def _each_step(one: RankFigures, us: float) -> str:
+    return ms(per_step(one, us))
+
+
+def _of_step(one: RankFigures, us: float | None = None) -> str:
+    """Return a time (µs) as a share of a rank's step in words; without a time, its exposed waits in collectives."""
+    return f"({share_of_steps(one, one.waited_exposed_us if us is None else us):.1%} of the step)"
 
 
 def _exposed(summary: RanksSummary) -> list[str]:
@@ -1095,39 +1005,30 @@ def _exposed(summary: RanksSummary) -> list[str]:
     communication, exposed = in_steps(worst).communication_us, in_steps(worst).exposed_communication_us
     if not communication:
         return []
-    together, told = worst.together_exposed_us, lambda us: ms(per_step(worst, us))
-    lines = [
-        f"communication: rank {worst.rank} {told(communication)} per step, "
-        f"{1 - exposed / communication:.0%} of it hidden behind compute; {told(exposed)} exposed "
-        f"({share_of_steps(worst, exposed):.1%} of the step)"
-    ]
-    why = []
-    if worst.waited_exposed_us > 0.05 * exposed:
-        why.append(f"{told(worst.waited_exposed_us)} waiting for others")
-    if together > 0.05 * exposed:
-        last = ""
-        if one_bucket(summary, worst):
-            last = " (one all-reduce per step, while nothing is computed)"
-        elif worst.exposed_in_last_us > MOST * together:
-            last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"
-        rank = "last rank that was read" if summary.missing else "last rank"
-        why.append(f"{told(together)} after the {rank} arrived{last}")
-    if (messages := worst.message_waits.exposed_us) > 0.05 * exposed:
-        why.append(f"{told(messages)} in sends and receives")
-    if (rest := _not_matched_us(worst)) > 0.05 * exposed:
-        known = not (
-            summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned
-            or summary.missing
-        )  # fmt: skip
-        why.append(
-            f"{told(rest)} in "
-            + ("communication launched outside the steps" if known else "communication that is not matched")
-        )
+    together, told = worst.together_exposed_us, lambda us: _each_step(worst, us)
+    line = (
+        f"communication: rank {worst.rank} {told(communication)} per step, {1 - exposed / communication:.0%} of it "
+        f"hidden behind compute; {told(exposed)} exposed {_of_step(worst, exposed)}"
+    )
+    last = ""
+    if one_bucket(summary, worst):
+        last = " (one all-reduce per step, while nothing is computed)"
+    elif worst.exposed_in_last_us > MOST * together:
+        last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"
+    lacks = (
+        summary.unmatched, summary.unmatched_messages, summary.unnamed, summary.clocks.not_aligned, summary.missing
+    )  # fmt: skip
+    where = {
+        "waiting for others": worst.waited_exposed_us,
+        f"after the last rank {'that was read ' * bool(summary.missing)}arrived{last}": together,
+        "in sends and receives": worst.message_waits.exposed_us,
+        f"in communication {'that is not matched' if any(lacks) else 'launched outside the steps'}":
+            _not_matched_us(worst),
+    }  # fmt: skip
+    why = [f"{told(us)} {words}" for words, us in where.items() if us > 0.05 * exposed]
     if worst.late_us > MOST * exposed:
         why.append(f"for {told(min(worst.late_us, exposed))} of it the CPU had not launched the next kernel")
-    if why:
-        lines.append("exposed: " + "; ".join(why))
-    return lines
+    return [line, *(["exposed: " + "; ".join(why)] if why else [])]
 
 
 def one_bucket(summary: RanksSummary, one: RankFigures) -> bool:

@@ -1,6 +1,8 @@
 """Several jobs side by side, each of several ranks: the pace and its reason, and the figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
@@ -10,7 +12,6 @@ from rich.console import Console
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.opportunity import Opportunity
 from tracereader.command import BadInput
-from tracereader.figures.rank import Times
 from tracereader.figures.ranks import RanksSummary
 from tracereader.findings import faster
 from tracereader.findings import ranks as findings
@@ -22,12 +23,10 @@ from tracereader.show.text import console, paragraph, plain, print_columns, show
 from tracereader.show.view import View
 
 SECTIONS = ("short", "steps")
-FIGURES: dict[str, Callable[[Times], float]] = {
-    "compute": lambda one: one.compute_us,
-    "exposed communication": lambda one: one.exposed_communication_us,
-    "hidden communication": lambda one: one.communication_us - one.exposed_communication_us,
-    "idle": lambda one: one.idle_us,
-}
+FIGURES = {
+    "compute": attrgetter("compute_us"), "exposed communication": attrgetter("exposed_communication_us"),
+    "hidden communication": attrgetter("hidden_us"), "idle": attrgetter("idle_us"),
+}  # fmt: skip
 
 
 def explain(jobs: Sequence[Sequence[Path]], view: View, limit: int) -> None:
@@ -59,10 +58,7 @@ def explain(jobs: Sequence[Sequence[Path]], view: View, limit: int) -> None:
             paragraph(out, plain(note), "   ", "   ")
     for name in wanted:
         out.print()
-        if name == "short":
-            _in_short(out, summaries, limit)
-        else:
-            _figures(out, summaries)
+        {"short": partial(_in_short, limit=limit), "steps": _figures}[name](out, summaries)
 
 
 def _in_short(out: Console, summaries: Sequence[RanksSummary], limit: int) -> None:
@@ -91,14 +87,11 @@ def _changed(first: RanksSummary, one: RanksSummary) -> str:
     """Return a sentence on the figure and the rank with the largest change; "" if the steps are equally long."""
     if faster.is_alike(findings.step_us(first), findings.step_us(one)):
         return ""
-    before = {each.rank: each for each in first.ranks}
     changes = []
-    for each in one.ranks:
-        if each.rank in before:
-            for name, figure in FIGURES.items():
-                was = findings.usual(first, before[each.rank], None, figure)
-                now = findings.usual(one, each, None, figure)
-                changes.append((abs(now - was), each.rank, name, was, now))
+    for each, same in ((each, same) for each in one.ranks for same in first.ranks if each.rank == same.rank):
+        for name, figure in FIGURES.items():
+            was, now = findings.usual(first, same, None, figure), findings.usual(one, each, None, figure)
+            changes.append((abs(now - was), each.rank, name, was, now))
     if not changes:
         return ""
     _, rank, name, was, now = max(changes)

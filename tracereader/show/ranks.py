@@ -1,11 +1,12 @@
 """The report on several ranks of one run: first who waits for whom, then the evidence."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from statistics import median
 
 import msgspec
 from msgspec.structs import replace
@@ -16,33 +17,22 @@ from tracereader.changes import ranks as rank_changes
 from tracereader.command import BadInput, is_url
 from tracereader.figures import reading
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, RankTrace
-from tracereader.figures.ranks import RankFigures, RanksSummary, joined
+from tracereader.figures.ranks import RankFigures, RanksSummary, joined, median_rate
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.replay import Refused
-from tracereader.show import lanes, opportunities
+from tracereader.show import lanes, opportunities, text
 from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
-from tracereader.show.text import (
-    Name,
-    capitalized,
-    console,
-    paragraph,
-    percent,
-    plain,
-    print_columns,
-    shown_path,
-    strict_json,
-    table_width,
-)
+from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns
 from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
+from tracereader.trace.grouped import grouped
 
 SECTIONS = ("short", "try", "gpu", "steps", "work", "lanes")
 RANKS_SHOWN = 8
 STEPS_SHOWN = 3
-WAITS = lanes.WAITS
 KINDS_SHOWN = 5
 COSTS_SHOWN = 5
 PAIRS_SHOWN = 8
@@ -53,11 +43,7 @@ MUCH_BEFORE = 0.02
 
 
 def opened(
-    paths: Sequence[Path],
-    view: View,
-    limit: int = DEFAULT_LIMIT,
-    forced: bool = True,
-    executor: Executor | None = None,
+    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True, executor: Executor | None = None
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
     """Return the summary of the ranks, and the data kept of each trace. Raises BadInput.
 
@@ -95,14 +81,13 @@ def rank_as_builtins(one: RankFigures) -> dict:
 
 def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
     """Return the summary with the figures, collectives, groups and messages of only one rank."""
-    return msgspec.structs.replace(
-        summary,
-        ranks=tuple(one for one in summary.ranks if one.rank == rank),
-        matched=tuple(one for one in summary.matched if rank in one.ranks),
-        groups=tuple(one for one in summary.groups if rank in one.ranks),
-        messages=tuple(one for one in summary.messages if rank in one.ranks),
-        pairs=tuple(one for one in summary.pairs if rank in (one.source, one.destination)),
-    )
+    ranks = tuple(one for one in summary.ranks if one.rank == rank)
+    pairs = tuple(one for one in summary.pairs if rank in (one.source, one.destination))
+    among = {
+        name: tuple(one for one in getattr(summary, name) if rank in one.ranks)
+        for name in ("matched", "groups", "messages")
+    }
+    return replace(summary, ranks=ranks, pairs=pairs, **among)
 
 
 def _wanted(summary: RanksSummary, view: View) -> list[str]:
@@ -123,29 +108,35 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     """
     wanted = _wanted(summary, view)
     kept = summary if view.rank is None else _of_one(summary, view.rank)
-    document = {"version": VERSION} | msgspec.to_builtins(kept)
-    document["ranks"] = [rank_as_builtins(one) for one in kept.ranks]
-    document["not_read"] = {path: findings.why_not_read(why) for path, why in summary.not_read.items()}
-    slow = findings.straggler(summary)
-    document["collectives"] = len(summary.matched)
-    document["straggler"] = slow.rank if slow else None
-    document["loss"] = msgspec.to_builtins(findings.loss(summary))
-    document["slow_link"] = msgspec.to_builtins(findings.slow_link(summary))
-    document["costs"] = msgspec.to_builtins(findings.costs(summary))
-    document["pipeline"] = findings.is_pipeline(summary)
-    document["slow_hosts"] = msgspec.to_builtins(findings.slow_hosts(summary))
-    found = findings.regime(summary)
-    document["pace_setter"] = findings.pace_setter(summary).rank
-    document["regime"], document["regime_because"] = found or (None, None)
-    document["in_short"] = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
+    slow, (regime, because) = findings.straggler(summary), findings.regime(summary) or (None, None)
+    judged = {
+        "ranks": [rank_as_builtins(one) for one in kept.ranks],
+        "not_read": {path: findings.why_not_read(why) for path, why in summary.not_read.items()},
+        "collectives": len(summary.matched),
+        "straggler": slow.rank if slow else None,
+        "loss": findings.loss(summary),
+        "slow_link": findings.slow_link(summary),
+        "costs": findings.costs(summary),
+        "pipeline": findings.is_pipeline(summary),
+        "slow_hosts": findings.slow_hosts(summary),
+        "pace_setter": findings.pace_setter(summary).rank,
+        "regime": regime,
+        "regime_because": because,
+        "in_short": _told(summary, view),
+    }
     if "try" in wanted:
         found = rank_changes.opportunities(summary, limit)
-        document["opportunities"] = [] if isinstance(found, Refused) else msgspec.to_builtins(found)
+        judged["opportunities"] = [] if isinstance(found, Refused) else found
+    document = {"version": VERSION} | msgspec.to_builtins(kept) | msgspec.to_builtins(judged)
     if view.only:
         kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
         left_out = {key for keys in SECTION_KEYS.values() for key in keys} - kept
         document = {key: value for key, value in document.items() if key not in left_out}
-    return strict_json(document)
+    return text.strict_json(document)
+
+
+def _told(summary: RanksSummary, view: View) -> list[str]:
+    return findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
 
 
 def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limit: int = DEFAULT_LIMIT) -> None:
@@ -159,19 +150,15 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
     if not lanes_wanted(view):
         wanted.remove("lanes")
     sections = {
-        "short": lambda out: _in_short(out, summary, view),
-        "try": lambda out: _try_first(out, summary, view, limit),
-        "gpu": lambda out: _ranks(out, summary, view),
-        "steps": lambda out: _steps(out, summary, view),
-        "work": lambda out: _communication_of(out, summary, view),
-        "lanes": lambda out: _lanes(out, summary, traces, view),
-    }
+        "short": _in_short, "try": partial(_try_first, limit=limit), "gpu": _ranks, "steps": _steps,
+        "work": _communication_of, "lanes": partial(_lanes, traces=traces),
+    }  # fmt: skip
     out = console()
     paragraph(out, _header(summary), rest="  ")
     for number, name in enumerate(wanted):
         if number or name != "short":
             out.print()
-        sections[name](out)
+        sections[name](out, summary, view)
         # The answer comes first, then the ranks that cost most.
         if "short" in wanted and view.rank is None and name == ("try" if "try" in wanted else "short"):
             _costs(out, summary, view)
@@ -187,10 +174,9 @@ def _header(summary: RanksSummary) -> str:
         unprofiled, step = findings.unprofiled_us(summary), findings.step_us(summary)
         without = f" ({duration(unprofiled)} without the profiler)" if unprofiled is not None else ""
         words.append(f"{counted(len(summary.steps), 'step')} of {duration(step)}{without}, {named}")
-    if summary.matched or not summary.messages:
-        words.append(f"{counted(len(summary.matched), 'collective')} matched")
-    if summary.messages:
-        words.append(f"{counted(len(summary.messages), 'message')} matched")
+    for what, some in (("collective", summary.matched), ("message", summary.messages)):
+        if some or not (summary.messages or what == "message"):
+            words.append(f"{counted(len(some), what)} matched")
     return f"[bold]{plain(summary.device)}[/bold] · {plain(' · '.join(words))}"
 
 
@@ -205,8 +191,7 @@ def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
         word, told = found
         sentences = [f"[bold]{plain(capitalized(word))}[/bold]", *(plain(capitalized(one)) for one in told.split("; "))]
         paragraph(out, " ".join(f"{one}." for one in sentences))
-    told = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
-    for number, line in enumerate(told):
+    for number, line in enumerate(_told(summary, view)):
         paragraph(out, plain(line), "[bold]in short[/bold]   " if not number else " " * 11, " " * 11)
     for line in notes(summary):
         paragraph(out, plain(line), "[yellow]note[/yellow] ", " " * 5)
@@ -223,31 +208,38 @@ def _costs(out: Console, summary: RanksSummary, view: View) -> None:
         out.print()
         out.print("[bold]what costs most[/bold]: each beyond the median of the others, per step")
     for one in found:
-        whose = f"rank {one.ranks[0]}" if one.link is None else f"ranks {findings.listed(one.ranks, most=4)}"
-        if several and one.link is None and host[one.ranks[0]]:
-            whose += f" on {host[one.ranks[0]]}"
-            whose += f", the slowest of {count} there" if (count := slow.get(one.ranks[0])) else ""
-        reasons = "; ".join(findings.in_words(one.reasons, summary.on_gpu)) or "no single reason"
+        rank = one.ranks[0]
         if one.link is not None:
-            why = findings.link_in_words(one.link)
+            whose, why = f"ranks {findings.listed(one.ranks, most=4)}", findings.link_in_words(one.link)
         else:
+            whose = f"rank {rank} on {host[rank]}" if several and host[rank] else f"rank {rank}"
+            whose += f", the slowest of {slow[rank]} there" if several and host[rank] and rank in slow else ""
+            reasons = "; ".join(findings.in_words(one.reasons, summary.on_gpu)) or "no single reason"
             why = findings.in_some_steps(summary, one.steps) + reasons
         paragraph(out, plain(f"{whose}, {findings.ms(one.more_us)}: {why}"), "  ", "    ")
     if not hosts:
         return
     out.print()
-    rows = [
-        (
-            Name(one.host),
-            f"{len(one.slow)} of {len(one.ranks)}",
-            _ms(one.more_us),
-            findings.HOST_SAYS.get(one.part, "no single reason"),
-        )
-        for one in hosts[: view.most(COSTS_SHOWN)]
-    ]
-    print_columns(out, ("hosts with several slow ranks", "slow ranks", "longer, ms", "because"), rows)
-    if len(rows) < len(hosts):
-        out.print(f"{len(hosts) - len(rows):,} more hosts are not shown")
+    columns = {
+        "hosts with several slow ranks": lambda one: Name(one.host),
+        "slow ranks": lambda one: f"{len(one.slow)} of {len(one.ranks)}",
+        "longer, ms": lambda one: _ms(one.more_us),
+        "because": lambda one: findings.HOST_SAYS.get(one.part, "no single reason"),
+    }
+    _table(out, columns, hosts, view.most(COSTS_SHOWN), "hosts are")
+
+
+def _table(
+    out: Console, columns: Mapping[str, Callable], some: Sequence, most: int | None = None, left_out: str = ""
+) -> None:
+    """Print a table with a row for each of some things. columns: by its head, what a column says of one of them.
+
+    most: the number of rows; None for all. left_out: the words for those that are not shown.
+    """
+    rows = [[cell(one) for cell in columns.values()] for one in some[:most]]
+    print_columns(out, tuple(columns), rows)
+    if len(rows) < len(some):
+        out.print(f"{len(some) - len(rows):,} more {left_out} not shown")
 
 
 def left_out(summary: RanksSummary) -> list[str]:
@@ -258,7 +250,7 @@ def left_out(summary: RanksSummary) -> list[str]:
         them = "it" if len(summary.missing) == 1 else "them"
         found.append(f"missing: {missing}; who waits for {them} is not known")
     for path, why in list(summary.not_read.items())[:5]:
-        shown = path if is_url(path) else shown_path(Path(path))
+        shown = path if is_url(path) else text.shown_path(Path(path))
         found.append(f"left out: {shown}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
@@ -270,32 +262,24 @@ def notes(summary: RanksSummary) -> list[str]:
     found = left_out(summary)
     if summary.other_steps:
         found.append(_lacking(summary))
-    if summary.unmatched:
-        found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
-    if summary.unmatched_messages:
-        found.append(f"not matched: {counted(summary.unmatched_messages, 'send or receive', 'sends and receives')}")
-    if summary.unnamed:
-        pieces = counted(summary.unnamed, "communication kernel")
-        found.append(f"not matched: {pieces}; the traces do not name the collective or its group")
     clocks = summary.clocks
-    if clocks.not_aligned:
-        apart = _numbers(clocks.not_aligned, len(clocks.not_aligned))
-        found.append(f"not matched: {apart}; nothing aligns that host's clock with the others")
+    kernels, apart = counted(summary.unnamed, "communication kernel"), _numbers(clocks.not_aligned)
+    not_matched = (
+        (summary.unmatched, f"{counted(summary.unmatched, 'collective')} of one rank without another's"),
+        (summary.unmatched_messages, counted(summary.unmatched_messages, "send or receive", "sends and receives")),
+        (summary.unnamed, f"{kernels}; the traces do not name the collective or its group"),
+        (clocks.not_aligned, f"{apart}; nothing aligns that host's clock with the others"),
+    )
+    found += [f"not matched: {what}" for is_any, what in not_matched if is_any]
+    most, hosts = duration(max(map(abs, clocks.ahead_us.values()))), counted(len(clocks.hosts), "host")
     if clocks.by_messages_us is not None:
-        most = duration(max(map(abs, clocks.ahead_us.values())))
-        within = duration(clocks.by_messages_us)
-        found.append(
-            f"clocks of {counted(len(clocks.hosts), 'host')} aligned by their messages in both directions "
-            f"(up to {most} apart), to within {within}"
-        )
+        how = f"aligned by their messages in both directions (up to {most} apart)"
+        found.append(f"clocks of {hosts} {how}, to within {duration(clocks.by_messages_us)}")
     elif clocks.aligned:
-        most = max(clocks.ahead_us.values(), key=abs)
         several = len({(one.host, clocks.ahead_us[one.rank]) for one in summary.ranks}) > len(clocks.hosts)
-        whose = counted(len(summary.ranks), "rank") if several else counted(len(clocks.hosts), "host")
-        found.append(
-            f"clocks of {whose} aligned by the ends of their common collectives (up to "
-            f"{duration(abs(most))} apart); nine in ten then agree within {duration(clocks.apart_us)}"
-        )
+        whose = counted(len(summary.ranks), "rank") if several else hosts
+        how = f"aligned by the ends of their common collectives (up to {most} apart)"
+        found.append(f"clocks of {whose} {how}; nine in ten then agree within {duration(clocks.apart_us)}")
     elif clocks.apart_us is not None and summary.on_gpu:
         within = duration(clocks.apart_us)
         found.append(f"the clocks are used as recorded: nine of ten collectives end within {within} on all ranks")
@@ -304,23 +288,23 @@ def notes(summary: RanksSummary) -> list[str]:
 
 def _lacking(summary: RanksSummary) -> str:
     """Return a sentence on the ranks that lack steps of others."""
-    every = dict.fromkeys(name for names in summary.other_steps.values() for name in names)
-    lacking: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    every, lacking = dict.fromkeys(name for names in summary.other_steps.values() for name in names), {}
     for one in summary.ranks:
-        lacking[tuple(name for name in every if name not in summary.other_steps.get(one.rank, ()))].append(one.rank)
-    lacking.pop((), None)
+        having = summary.other_steps.get(one.rank, ())
+        lacking[one.rank] = tuple(name for name in every if name not in having)
     told = []
-    for names, ranks in sorted(lacking.items(), key=lambda item: len(item[1])):
+    alike = grouped((names, rank) for rank, names in lacking.items() if names)
+    for names, ranks in sorted(alike.items(), key=lambda item: len(item[1])):
         steps = findings.listed([name.removeprefix(STEP[:-1]) for name in names], most=4)
-        told.append(f"{_numbers(ranks, len(ranks))} {'has' if len(ranks) == 1 else 'have'} no {steps}")
+        told.append(f"{_numbers(ranks)} {'has' if len(ranks) == 1 else 'have'} no {steps}")
     counted_steps = "only steps that all ranks have are counted" if summary.steps else "no step is common to all ranks"
-    return f"{counted_steps}: {'; '.join(told[:3])}" + (
-        f"; {len(told) - 3:,} more lack others" if len(told) > 3 else ""
-    )
+    more = f"; {len(told) - 3:,} more lack others" if len(told) > 3 else ""
+    return f"{counted_steps}: {'; '.join(told[:3])}{more}"
 
 
-def _numbers(ranks: Sequence[int], count: int) -> str:
-    """Return the numbers of the first ranks in words. count: the number of all."""
+def _numbers(ranks: Sequence[int], count: int = 0) -> str:
+    """Return the numbers of the first ranks in words. count: the number of all, if these are not all."""
+    count = count or len(ranks)
     more = f" and {count - 8:,} more" if count > 8 else ""
     return f"rank{'s' * (count > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
@@ -336,17 +320,21 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:,.1f}" if us >= 50 or not us else f"{us / 1e3:,.2f}"
 
 
+# By the head of a column, the fields of Times, and those of RankFigures.
+TIMES = {
+    "time": "us", "compute": "compute_us", "exposed": "exposed_communication_us", "hidden": "hidden_us",
+    "copies": "exposed_copy_us", "idle": "idle_us", "not launched": "idle_not_launched_us",
+}  # fmt: skip
+FIGURES = [attrgetter(name) for name in TIMES.values()]
+# The last ones are left out if they are empty for all ranks: they are in runs without collectives, and in those without
+# sends and receives.
+ON_WAITS = {"waited": "waiting_us", "arrived last": "arrived_last", "message waits": "message_waits.us"}
 COLUMNS: dict[str, Callable[[RankFigures], float]] = {
-    "time": lambda one: one.total.us,
-    "compute": lambda one: one.total.compute_us,
-    "exposed": lambda one: one.total.exposed_communication_us,
-    "hidden": lambda one: one.total.communication_us - one.total.exposed_communication_us,
-    "copies": lambda one: one.total.exposed_copy_us,
-    "idle": lambda one: one.total.idle_us,
-    "waited": lambda one: one.waiting_us,
-    "arrived last": lambda one: one.arrived_last,
-    "message waits": lambda one: one.message_waits.us,
+    head: attrgetter(name)
+    for head, name in ({head: f"total.{name}" for head, name in TIMES.items()} | ON_WAITS).items()
+    if head != "not launched"
 }
+OPTIONAL = ("hidden", "copies", "not launched", *ON_WAITS)
 
 
 def _cell(head: str, value: float) -> str:
@@ -355,8 +343,7 @@ def _cell(head: str, value: float) -> str:
 
 def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     shown = _shown(summary, view)
-    is_distributed = len(shown) < len(summary.ranks) > 2
-    if is_distributed:
+    if len(shown) < len(summary.ranks) > 2:
         _distribution(out, summary, shown if view.rank is not None else ())
     else:
         rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
@@ -368,11 +355,8 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     few = len(shown) <= RANKS_SHOWN
     if few and summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
         told = ", ".join(f"rank {rank} {findings.ms(us)}" for rank, us in before.items())
-        said = (
-            f"the window's compute includes work launched before the first step, which is not part of these "
-            f"steps: {told}"
-        )
-        paragraph(out, said, "  ", "  ")
+        said = "the window's compute includes work launched before the first step, which is not part of these steps"
+        paragraph(out, f"{said}: {told}", "  ", "  ")
 
 
 def _distribution(out: Console, summary: RanksSummary, shown: Sequence[RankFigures]) -> None:
@@ -404,22 +388,21 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
     for name in names[: view.most(STEPS_SHOWN)]:
         for one in shown:
             step = next(step for step in one.steps if step.name == name)
-            rows.append((f"{name.removeprefix(STEP[:-1])} rank {one.rank}", *_times(step)))
-    heads = ("step, ms", "time", "compute", "exposed", "hidden", "copies", "idle", "not launched")
+            rows.append((f"{name.removeprefix(STEP[:-1])} rank {one.rank}", *(_ms(of(step)) for of in FIGURES)))
     if not rows:
         out.print("[bold]steps[/bold]: none that all ranks have")
         return
-    _print(out, heads, rows)
+    _print(out, ("step, ms", *TIMES), rows)
     if len(names) > STEPS_SHOWN and not view.all:
         out.print(f"{len(names) - STEPS_SHOWN} more steps are not shown")
-    rows = []
-    for phase in _shown_phases(summary, view):
-        for one in shown:
-            figures = [findings.usual(summary, one, phase, figure) for figure in FIGURES]
-            rows.append((Name(f"{phase}, rank {one.rank}"), *map(_ms, figures)))
+    rows = [
+        (Name(f"{phase}, rank {one.rank}"), *(_ms(findings.usual(summary, one, phase, of)) for of in FIGURES))
+        for phase in _shown_phases(summary, view)
+        for one in shown
+    ]
     if rows:
         out.print()
-        _print(out, ("phase median, ms", *heads[1:]), rows)
+        _print(out, ("phase median, ms", *TIMES), rows)
 
 
 def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
@@ -445,12 +428,6 @@ def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
     return [] if shown == [OUTSIDE_ANNOTATIONS] else shown
 
 
-# Columns that are left out if they are empty for all ranks. The last three are empty in runs without collectives, and
-# in those without sends and receives.
-ON_WAITS = ("waited", "arrived last", "message waits")
-OPTIONAL = ("hidden", "copies", "not launched", *ON_WAITS)
-
-
 def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], second: str = "") -> None:
     """Print a table without the optional columns that are empty for all ranks.
 
@@ -461,7 +438,7 @@ def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], se
         if head not in OPTIONAL or any(row[number] not in ("0", "0.0", "–") for row in rows)
     ]  # fmt: skip
     tables = [kept]
-    if second and table_width([[row[at] for at in kept] for row in (heads, *rows)]) > out.width:
+    if second and text.table_width([[row[at] for at in kept] for row in (heads, *rows)]) > out.width:
         waits = [at for at in kept if heads[at] in ON_WAITS]
         tables = [[at for at in kept if at not in waits], [0, *waits]]
     for number, columns in enumerate(tables):
@@ -469,21 +446,6 @@ def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], se
             out.print()
         told = [second if number and not at else heads[at] for at in columns]
         print_columns(out, told, [[row[at] for at in columns] for row in rows])
-
-
-FIGURES = (
-    lambda one: one.us,
-    lambda one: one.compute_us,
-    lambda one: one.exposed_communication_us,
-    lambda one: one.communication_us - one.exposed_communication_us,
-    lambda one: one.exposed_copy_us,
-    lambda one: one.idle_us,
-    lambda one: one.idle_not_launched_us,
-)
-
-
-def _times(one) -> list[str]:
-    return [_ms(figure(one)) for figure in FIGURES]
 
 
 def _communication_of(out: Console, summary: RanksSummary, view: View) -> None:
@@ -501,26 +463,20 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     if view.rank is not None:
         summary, view = _of_one(summary, view.rank), replace(view, all=True)
     kinds = findings.pair_kinds(summary)
-    shown = kinds[: view.most(PAIRS_SHOWN)]
-    rows = [
-        (
-            Name(one.name),
-            f"{one.pairs:,}",
-            size(one.bytes) if one.bytes else "–",
-            f"{one.messages:,}",
-            _ms(one.receiver_waited_us),
-            _ms(one.sender_waited_us),
-            _ms(one.transfer_us),
-        )
-        for one in shown
-    ]
-    heads = ("messages, ms", "pairs", "size", "count", "receiver waits", "sender waits", "transfer")
-    print_columns(out, heads, rows)
-    if len(shown) < len(kinds):
-        out.print(f"{len(kinds) - len(shown):,} more are not shown")
+    columns = {
+        "messages, ms": lambda one: Name(one.name),
+        "pairs": lambda one: f"{one.pairs:,}",
+        "size": lambda one: _size(one.bytes),
+        "count": lambda one: f"{one.messages:,}",
+        "receiver waits": lambda one: _ms(one.receiver_waited_us),
+        "sender waits": lambda one: _ms(one.sender_waited_us),
+        "transfer": lambda one: _ms(one.transfer_us),
+    }
+    _table(out, columns, kinds, view.most(PAIRS_SHOWN), "are")
     fused = "a send in one kernel with a receive waits for it, too; " * summary.on_gpu
     note = f"waits count while the rank computes nothing; {fused}times are averages per pair and step"
     paragraph(out, note, "  ", "  ")
+    shown = kinds[: view.most(PAIRS_SHOWN)]
     several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
     for one in several[:1]:
         longest = findings.waiting_of(one.worst, len(summary.steps))
@@ -536,72 +492,67 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
         return
     if len(summary.groups) > 1:
         _groups(out, summary, view)
-    shown = summary.kinds[: view.most(KINDS_SHOWN)]
-    rows = [
-        (
-            one.kind + (f" of {one.size}" if one.size != summary.world_size else ""),
-            size(one.bytes) if one.bytes else "–",
-            f"{one.count:,}",
-            duration(one.longest_wait_us),
-            duration(one.transfer_us),
-            _rate(one.bus_gb_s),
-            percent(one.of_best),
-        )
-        for one in shown
-    ]
-    heads = ("collective, medians", "message", "count", "wait", "transfer", "bus GB/s", "of best")
-    print_columns(out, heads, rows)
-    if len(shown) < len(summary.kinds):
-        out.print(f"{len(summary.kinds) - len(shown):,} more sizes are not shown")
+    columns = {
+        "collective, medians": lambda one: _kind(summary, one.kind, one.size),
+        "message": lambda one: _size(one.bytes),
+        "count": lambda one: f"{one.count:,}",
+        "wait": lambda one: duration(one.longest_wait_us),
+        "transfer": lambda one: duration(one.transfer_us),
+        "bus GB/s": lambda one: _rate(one.bus_gb_s),
+        "of best": lambda one: text.percent(one.of_best),
+    }
+    _table(out, columns, summary.kinds, view.most(KINDS_SHOWN), "sizes are")
     for one in summary.ranks if len(summary.ranks) <= 2 or view.all else ():
         hidden = f"rank {one.rank}: {one.hidden:,} of {counted(one.collectives, 'collective')} overlap with compute "
         paragraph(out, f"{hidden}for at least half of their time", "  ", "    ")
 
 
+def _kind(summary: RanksSummary, kind: str, members: int) -> str:
+    return kind if members == summary.world_size else f"{kind} of {members}"
+
+
+def _size(message: int | None) -> str:
+    return size(message) if message else "–"
+
+
 def _groups(out: Console, summary: RanksSummary, view: View) -> None:
     """Print the kinds of process groups, and the rank that each waits for most; with --all every group, too."""
     kinds = findings.group_kinds(summary)
-    rows = [
-        (
-            Name(one.name),
-            f"{one.groups:,}",
-            f"{one.size:,}",
-            f"{one.collectives:,}",
-            _ms(one.waited_us),
-            _ms(one.transfer_us),
-        )
-        for one in kinds
-    ]
-    heads = ("process groups", "groups", "ranks", "count", "wait, ms", "transfer, ms")
-    print_columns(out, heads, rows)
+    columns = {
+        "process groups": lambda one: Name(one.name),
+        "groups": lambda one: f"{one.groups:,}",
+        "ranks": lambda one: f"{one.size:,}",
+        "count": lambda one: f"{one.collectives:,}",
+        "wait, ms": lambda one: _ms(one.waited_us),
+        "transfer, ms": lambda one: _ms(one.transfer_us),
+    }
+    _table(out, columns, kinds)
     paragraph(out, "wait: of a rank, on average, per step; transfer: of a group, per step", "  ", "  ")
     for one in kinds:
         worst, told = one.worst, one.name if one.groups == 1 else f"{one.name}, ranks {_range(one.worst.ranks)}"
-        if not findings.waits_much(summary, worst):
+        if not (worst.late and findings.waits_much(summary, worst)):
             continue
         if worst.late == (worst.last,):
             most = f"{worst.for_last_us / worst.waited_us:.0%} of the waiting is for rank {worst.last}"
-            last = f"which is last in {worst.times_last:,} of {counted(worst.collectives, 'collective')}"
-            paragraph(out, plain(f"{told}: {most}, {last}"), "  ", "    ")
-        elif worst.late:
-            late = f"{counted(len(worst.late), 'rank')} of {len(worst.ranks):,}"
+            late = f"{most}, which is last in {worst.times_last:,} of {counted(worst.collectives, 'collective')}"
+        else:
             arrive = "arrives" if len(worst.late) == 1 else "arrive"
-            paragraph(out, plain(f"{told}: {late} {arrive} late: {_range(worst.late)}"), "  ", "    ")
+            late = f"{counted(len(worst.late), 'rank')} of {len(worst.ranks):,} {arrive} late: {_range(worst.late)}"
+        paragraph(out, plain(f"{told}: {late}"), "  ", "    ")
     out.print()
     if not view.all:
         return
-    rows = [
-        (
-            Name(f"ranks {_range(one.ranks)}" + (f" ({one.description})" if one.description else "")),
-            f"{one.collectives:,}",
-            _ms(one.waited_us),
-            f"{one.last}",
-            f"{one.times_last:,}",
-            _ms(one.for_last_us),
-        )
-        for one in summary.groups
-    ]
-    print_columns(out, ("process group", "count", "all waits, ms", "most for rank", "arrived last", "for it, ms"), rows)
+    columns = {
+        "process group": lambda one: Name(
+            f"ranks {_range(one.ranks)}" + (f" ({one.description})" if one.description else "")
+        ),
+        "count": lambda one: f"{one.collectives:,}",
+        "all waits, ms": lambda one: _ms(one.waited_us),
+        "most for rank": lambda one: f"{one.last}",
+        "arrived last": lambda one: f"{one.times_last:,}",
+        "for it, ms": lambda one: _ms(one.for_last_us),
+    }
+    _table(out, columns, summary.groups)
     out.print()
 
 
@@ -619,33 +570,23 @@ def _rate(gb_s: float | None) -> str:
 
 def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
     """Print all kinds of one rank's collectives, with the rank's waits."""
-    same: dict[tuple, list[tuple]] = defaultdict(list)
-    for one in summary.matched:
-        if rank in one.ranks:
-            same[one.kind, one.bytes, one.size].append((one, one.waits_us[one.ranks.index(rank)]))
+    mine = [one for one in summary.matched if rank in one.ranks]
     rows = []
-    for (kind, message, members), some in sorted(same.items(), key=lambda item: -sum(us for _, us in item[1])):
-        rates = [one.bus_gb_s for one, _ in some if one.bus_gb_s is not None]
-        waits = Counter()
-        for one, us in some:
-            waits[one.last] += us
-        whom, us = waits.most_common(1)[0]
-        rows.append(
-            (
-                kind + (f" of {members}" if members != summary.world_size else ""),
-                size(message) if message else "–",
-                f"{len(some):,}",
-                _ms(sum(us for _, us in some)),
-                _ms(sum(one.transfer_us for one, _ in some)),
-                _rate(median(rates) if rates else None),
-                f"rank {whom}" if us else "–",
-            )
-        )
+    for (kind, message, members), some in grouped(((one.kind, one.bytes, one.size), one) for one in mine).items():
+        waits = [one.waits_us[one.ranks.index(rank)] for one in some]
+        for_whom = Counter()
+        for one, us in zip(some, waits, strict=True):
+            for_whom[one.last] += us
+        whom, us = for_whom.most_common(1)[0]
+        named = (_kind(summary, kind, members), _size(message), f"{len(some):,}")
+        times = (_ms(sum(waits)), _ms(sum(one.transfer_us for one in some)), _rate(median_rate(some)))
+        rows.append((sum(waits), (*named, *times, f"rank {whom}" if us else "–")))
+    rows = [row for _, row in sorted(rows, key=lambda one: -one[0])]
     heads = ("collectives, ms", "message", "count", "waited", "transfer", "bus GB/s", "mostly for")
     print_columns(out, heads, rows)
 
 
-def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:
+def _lanes(out: Console, summary: RanksSummary, view: View, traces: Sequence[RankTrace]) -> None:
     """Draw the ranks on one axis: up to four, or the chosen one, the one waited for most and the one waiting most."""
     drawn = list(summary.ranks)
     if len(drawn) > 4:
@@ -667,7 +608,9 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], vie
     if lines:
         step = step.removeprefix(STEP[:-1])
         what = "collectives and receives" if summary.messages else "collectives"
-        out.print(f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; {what}, {WAITS} while one waits")
+        out.print(
+            f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; {what}, {lanes.WAITS} while one waits"
+        )
         for line in lines:
             out.print(plain(line), style=None if line.startswith("rank") else "green")
 

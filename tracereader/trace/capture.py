@@ -8,7 +8,7 @@ trace of the same step without the graph serves as well.
 import bisect
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ import msgspec
 from tracereader import progress
 from tracereader.trace import families
 from tracereader.trace.document import DEFAULT_LIMIT, in_folder
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.marks import StepsBy
 from tracereader.trace.quality import CAPTURE_EDGE
@@ -85,11 +86,8 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> Counter:
     if not recordings:
         return untied
     for step in trace.steps:
-        replays: dict[int, list[Work]] = defaultdict(list)
-        for one in step.work:
-            if one.from_graph:
-                replays[id(one.launch)].append(one)
-        fitting: dict[tuple, list] = defaultdict(list)  # the replays, by the captures that fit
+        replays = grouped((id(one.launch), one) for one in step.work if one.from_graph)
+        fitting = grouped(())  # the replays, by the captures that fit
         known: dict[tuple, tuple[list, list]] = {}  # what fits, by size and kernels: replays are often alike
         for some in replays.values():
             if (ordered := _in_order(some)) is None:
@@ -118,9 +116,7 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> Counter:
 
 
 def _tie(work: Sequence[Work], recording: _Recording, calls: Sequence[Op]) -> None:
-    together: dict[int, list[Work]] = defaultdict(list)
-    for one, call in zip(work, calls, strict=True):
-        together[id(call.parent)].append(one)
+    together = grouped((id(call.parent), one) for one, call in zip(work, calls, strict=True))
     for one, call in zip(work, calls, strict=True):
         one.recorded = Recorded(call, recording.trace, together[id(call.parent)])
         one.said = None
@@ -157,15 +153,11 @@ def _spans(calls: Iterable[Op]) -> Iterator[tuple[tuple, int, int]]:
 
 def _recording(trace: Trace, calls: Iterable[Op]) -> _Recording:
     found = [(call, kind) for call in calls if (kind := _kind(call))]
-    around = [op.name for call, _ in found[:1] for op in call.above()]
+    calls, kinds = [call for call, _ in found], [kind for _, kind in found]
+    around = [op.name for call in calls[:1] for op in call.above()]
     sizes = [match for name in (*around, trace.path.name) if (match := CAPTURED_SIZE.search(name))]
-    return _Recording(
-        trace,
-        [call for call, _ in found],
-        [kind for _, kind in found],
-        [_kernel_of(call) for call, _ in found],
-        int(sizes[0][1] or sizes[0][2]) if sizes else None,
-    )
+    size = int(sizes[0][1] or sizes[0][2]) if sizes else None
+    return _Recording(trace, calls, kinds, list(map(_kernel_of, calls)), size)
 
 
 def _kind(call: Op) -> str | None:
@@ -205,20 +197,19 @@ def _kind_of(one: Work) -> str:
 def _fits(recording: _Recording, work: Sequence[Work]) -> Iterator[tuple[_Recording, list[Op]]]:
     """Yield the calls of a recording that fit this work. If kernels are named, the work may fit a part of the calls."""
     kinds = [_kind_of(one) for one in work]
-    named = all(
-        name is not None for name, kind in zip(recording.names, recording.kinds, strict=True) if kind == "kernel"
-    )
-    names = [one.name for one in work]
+    told = zip(recording.names, recording.kinds, strict=True)
+    named = all(name is not None for name, kind in told if kind == "kernel")
     last = len(recording.calls) - len(work)
     for first in range(last + 1) if named else (0,) if last == 0 else ():
         until = first + len(work)
         if recording.kinds[first:until] != kinds:
             continue
-        told = zip(recording.names[first:until], names, kinds, strict=True)
-        if all(name in (None, one) for name, one, kind in told if kind == "kernel"):
-            calls = recording.calls[first:until]
-            if all(_plausible(call, one) for call, one in zip(calls, work, strict=True)):
-                yield recording, calls
+        told = zip(recording.names[first:until], work, kinds, strict=True)
+        calls = recording.calls[first:until]
+        if all(name in (None, one.name) for name, one, kind in told if kind == "kernel") and all(
+            map(_plausible, calls, work)
+        ):
+            yield recording, calls
 
 
 def _plausible(call: Op, one: Work) -> bool:

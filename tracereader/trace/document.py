@@ -97,14 +97,17 @@ class ExactEvent(Event, gc=False):
     dur: decimal.Decimal | None = None
 
 
+NULL = msgspec.Raw(b"null")
+
+
 class _File(msgspec.Struct, Generic[T]):
     events: list[T] = msgspec.field(name="traceEvents")
-    device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=msgspec.Raw(b"null"))
-    lesson: msgspec.Raw = msgspec.Raw(b"null")
-    unprofiled: msgspec.Raw = msgspec.field(name="unprofiled_step_us", default=msgspec.Raw(b"null"))
-    distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
-    base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=msgspec.Raw(b"null"))
-    host: msgspec.Raw = msgspec.field(name="host_name", default=msgspec.Raw(b"null"))
+    device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=NULL)
+    lesson: msgspec.Raw = NULL
+    unprofiled: msgspec.Raw = msgspec.field(name="unprofiled_step_us", default=NULL)
+    distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=NULL)
+    base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=NULL)
+    host: msgspec.Raw = msgspec.field(name="host_name", default=NULL)
     is_list: bool = False  # whether the file is only the list of the events
 
 
@@ -371,30 +374,12 @@ def _any_json(path: Path, text: str, defects: Defects) -> _File:
         if not isinstance(event, dict):
             defects.events += 1
             continue
-        events.append(
-            ExactEvent(
-                ph=_text(event.get("ph")),
-                cat=_text(event.get("cat")),
-                name=_text(event.get("name", "")),
-                pid=_plain(event.get("pid")),
-                tid=_plain(event.get("tid")),
-                ts=lenient.number(event.get("ts")),
-                dur=lenient.number(event.get("dur")),
-                args=_raw(event.get("args")),
-                id=_plain(event.get("id")),
-            )
-        )
-    beside = {
-        key: _raw(found.get(name))
-        for key, name in (
-            ("device_properties", "deviceProperties"),
-            ("lesson", "lesson"),
-            ("unprofiled", "unprofiled_step_us"),
-            ("distributed", "distributedInfo"),
-            ("base", "baseTimeNanoseconds"),
-            ("host", "host_name"),
-        )
-    }
+        told = {name: _text(event.get(name)) for name in ("ph", "cat")} | {"name": _text(event.get("name", ""))}
+        plain = {name: _plain(event.get(name)) for name in ("pid", "tid", "id")}
+        times = {name: lenient.number(event.get(name)) for name in ("ts", "dur")}
+        events.append(ExactEvent(**told, **plain, **times, args=_raw(event.get("args"))))
+    fields = (field for field in msgspec.structs.fields(_File) if field.type is msgspec.Raw)
+    beside = {field.name: _raw(found.get(field.encode_name)) for field in fields}
     if found["traceEvents"] and not events:
         raise TraceError(f"{path}: {kind or 'JSON, but its events are no objects'}")
     return _File(events=events, is_list=is_list, **beside)
@@ -407,9 +392,8 @@ def _why_no_json(data: bytes, problem: Exception) -> str:
     text = data.decode(errors="replace")
     if not text.lstrip().startswith(("{", "[")):
         return "not text, so not a Chrome trace" if REPLACEMENT in text else f"not JSON ({problem})"
-    if (
-        isinstance(problem, json.JSONDecodeError) and problem.pos >= len(problem.doc.rstrip())
-    ) or "Unterminated string" in str(problem):
+    at_its_end = isinstance(problem, json.JSONDecodeError) and problem.pos >= len(problem.doc.rstrip())
+    if at_its_end or "Unterminated string" in str(problem):
         return "the file is cut short: its JSON ends in the middle, as where a program was killed while it wrote"
     return f"not JSON ({problem})"
 
@@ -418,7 +402,7 @@ def _raw(value: object) -> msgspec.Raw:
     try:
         return msgspec.Raw(json.dumps(value, default=float).encode())
     except RecursionError:
-        return msgspec.Raw(b"null")
+        return NULL
 
 
 def _text(value: object) -> str:

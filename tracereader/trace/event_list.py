@@ -48,7 +48,8 @@ def categorized(events: Sequence[Listed]) -> tuple[list[Listed], int] | None:
     slices = [one for one in events if one.ph == "X"]
     arrows = sum(one.ph == "s" for one in events)
     for one in slices:
-        one.cat = _category(one)
+        is_frame = _FRAME.match(one.name) is not None
+        one.cat = "cuda_runtime" if _CALL.fullmatch(one.name) else "python_function" if is_frame else "Operator"
     of_gpu = [one for one in slices if one.pid != CPU or _is_of_gpu(one)] if arrows else []
     launches = any(one.cat == "cuda_runtime" and "Launch" in one.name for one in slices)
     if len(of_gpu) != arrows or (launches and not arrows):
@@ -65,12 +66,6 @@ def categorized(events: Sequence[Listed]) -> tuple[list[Listed], int] | None:
         if id(one) not in left_out and not is_copy:
             kept.append(one)
     return kept, len(of_gpu)
-
-
-def _category(one: Listed) -> str:
-    if _CALL.fullmatch(one.name):
-        return "cuda_runtime"
-    return "python_function" if _FRAME.match(one.name) else "Operator"
 
 
 def _is_of_gpu(one: Listed) -> bool:

@@ -96,11 +96,8 @@ def _of_a_library(name: KernelName, work: Work) -> tuple[str, str] | None:
     """The family by the enclosing op where a library's kernel name says less, and that op."""
     for op in _ops_around(work):
         family = of_op(op)
-        if family == "convolution":
-            return family, op
-        if family == "GEMM" and name.parts.get("does") == EPILOGUE:
-            return family, op
-        if family == "normalization" and name.maker in ("cuDNN", "MIOpen"):
+        says_more = family == "convolution" or (family == "GEMM" and name.parts.get("does") == EPILOGUE)
+        if says_more or (family == "normalization" and name.maker in ("cuDNN", "MIOpen")):
             return family, op
         if not op.startswith("aten::"):
             break  # torch's own ops enclose each other; beyond them a layer begins
@@ -116,11 +113,8 @@ def _ops_around(work: Work) -> Iterator[str]:
 def of_op(op: str) -> str:
     """The family of what an op of this name computes; "" if the name does not say."""
     op = op.removeprefix(AUTOGRADS)[:LOOKED_AT]
-    for pattern, family in TORCHS:
-        if pattern.search(op):
-            return family
-    if WHOLE_LAYERS.search(op):
-        return ""
+    if (family := next((family for pattern, family in TORCHS if pattern.search(op)), "")) or WHOLE_LAYERS.search(op):
+        return family
     own = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", op)
     family, _ = job_of(own) or ("", "")
     return "" if family == "other" else family

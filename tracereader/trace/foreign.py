@@ -28,59 +28,38 @@ BINARY = [
     Kind(r"\xfd7zX", PACKED.format("xz", "xz -d")),
     Kind(r"BZh", PACKED.format("bzip2", "bzip2 -d")),
     Kind(r".{257}ustar", "a tar archive; extract it first (tar -xf {path}) and name the traces in it"),
-    Kind(
-        r"\x80[\x02-\x05].{0,40}(?:segments|device_traces)",
-        "a snapshot of PyTorch's memory; open it at https://pytorch.org/memory_viz",
-    ),
+    Kind(r"\x80[\x02-\x05].{0,40}(?:segments|device_traces)",
+         "a snapshot of PyTorch's memory; open it at https://pytorch.org/memory_viz"),
     Kind(r"\x80[\x02-\x05]", f"a Python pickle; {ANOTHER}"),
-    Kind(
-        r"SQLite format 3\x00",
-        "an SQLite database, such as nsys export and rocprofv3 write; an .nsys-rep beside it opens in Nsight Systems "
-        "(nsys-ui)",
-    ),
+    Kind(r"SQLite format 3\x00",
+         "an SQLite database, such as nsys export and rocprofv3 write; an .nsys-rep beside it opens in Nsight Systems "
+         "(nsys-ui)"),
     Kind(r"NVR\x00", "a report of Nsight Compute; open it in ncu-ui, or print it with ncu --import {path}"),
-    Kind(
-        r"\x0a[\x80-\xff]{0,9}[\x00-\x7f](?:\x08[\x80-\xff]{0,9}[\x00-\x7f])?\x12[\x01-\x7f]"
+    Kind(r"\x0a[\x80-\xff]{0,9}[\x00-\x7f](?:\x08[\x80-\xff]{0,9}[\x00-\x7f])?\x12[\x01-\x7f]"
         r"(?:/host:|/device:|Task Environment|#Chip)",
-        "a profile of JAX or TensorFlow (xplane.pb); open it in TensorBoard's profile plugin (xprof)",
-    ),
-    Kind(
-        r"version https://git-lfs\.github\.com/spec/",
-        "a pointer of Git LFS, not the file itself; git lfs pull downloads the file",
-    ),
-    Kind(
-        r"\s*<html>\s*<head><meta charset=\"utf-8\" /><title>GPU Memory Timeline",
-        "the memory timeline of export_memory_timeline; open it in a browser",
-    ),
+         "a profile of JAX or TensorFlow (xplane.pb); open it in TensorBoard's profile plugin (xprof)"),
+    Kind(r"version https://git-lfs\.github\.com/spec/",
+         "a pointer of Git LFS, not the file itself; git lfs pull downloads the file"),
+    Kind(r"\s*<html>\s*<head><meta charset=\"utf-8\" /><title>GPU Memory Timeline",
+         "the memory timeline of export_memory_timeline; open it in a browser"),
     Kind(r"<!doctype html><!-- a report of read-trace", "a report page of read-trace; open it in a browser"),
-    Kind(
-        r"(?:\s|\xef\xbb\xbf)*<(?:!doctype\s+html|!--|html|head|body)",
-        "an HTML page, not a trace; a server may have answered with its sign-in or error page: download the file again",
-    ),
-    Kind(
-        r"(?:\s|\xef\xbb\xbf)*<(?:\?xml|Error)",
-        "an XML document, not a trace; a server may have answered with an error: download the file again",
-    ),
-    Kind(
-        r"[^\n]{0,80}\n?-{5,}(?:  -{5,})+\s*\n\s+Name\s",
-        "the profiler's table of sums over ops, not single events; export the trace with prof.export_chrome_trace",
-    ),
+    Kind(r"(?:\s|\xef\xbb\xbf)*<(?:!doctype\s+html|!--|html|head|body)",
+         "an HTML page, not a trace; a server may have answered with its sign-in or error page: download the file "
+         "again"),
+    Kind(r"(?:\s|\xef\xbb\xbf)*<(?:\?xml|Error)",
+         "an XML document, not a trace; a server may have answered with an error: download the file again"),
+    Kind(r"[^\n]{0,80}\n?-{5,}(?:  -{5,})+\s*\n\s+Name\s",
+         "the profiler's table of sums over ops, not single events; export the trace with prof.export_chrome_trace"),
 ]  # fmt: skip
 # These begin with JSON or text that a trace could begin with, so they are asked only where no trace could be read.
 TEXT = [
     Kind(r"\s*$", "the file is empty"),
-    Kind(
-        r'\s*\{"data":\s?\[|.*"(?:CudaEvent|TraceProcessEvent|NvtxEvent|GlobalVid)"',
-        "an export of Nsight Systems (nsys); open its .nsys-rep in nsys-ui",
-    ),
-    Kind(
-        r"\s*\[\s*\[\s*[-\d\[]",
-        "the data of export_memory_timeline, not single ops; export the trace with prof.export_chrome_trace",
-    ),
-    Kind(
-        r'\s*\{\s*"schema":\s?"[^"]*chakra|\s*\{\s*"schema":.*"nodes":',
-        "an execution trace (ExecutionTraceObserver), which has no times; record one with torch.profiler, too",
-    ),
+    Kind(r'\s*\{"data":\s?\[|.*"(?:CudaEvent|TraceProcessEvent|NvtxEvent|GlobalVid)"',
+         "an export of Nsight Systems (nsys); open its .nsys-rep in nsys-ui"),
+    Kind(r"\s*\[\s*\[\s*[-\d\[]",
+         "the data of export_memory_timeline, not single ops; export the trace with prof.export_chrome_trace"),
+    Kind(r'\s*\{\s*"schema":\s?"[^"]*chakra|\s*\{\s*"schema":.*"nodes":',
+         "an execution trace (ExecutionTraceObserver), which has no times; record one with torch.profiler, too"),
     Kind(r'\s*\{\s*"rocprofiler-sdk-tool"', f"the JSON of rocprofv3; {ANOTHER}"),
     Kind(r'\s*\{.*"\$schema":\s?"https://www\.speedscope\.app', "a profile for speedscope; open it at speedscope.app"),
     Kind(r"run \S+\s*\n", "a table of a numbered script of this project, not the trace of its run"),
@@ -88,9 +67,8 @@ TEXT = [
 ]  # fmt: skip
 # By the ends of names, for formats whose first bytes are not known.
 NAMED = {
-    (".nsys-rep", ".qdrep", ".qdstrm"): (
-        "a report of Nsight Systems (nsys); open it in nsys-ui, or print sums with nsys stats {path}"
-    ),
+    (".nsys-rep", ".qdrep", ".qdstrm"):
+        "a report of Nsight Systems (nsys); open it in nsys-ui, or print sums with nsys stats {path}",
     (".ncu-rep",): "a report of Nsight Compute; open it in ncu-ui, or print it with ncu --import {path}",
     (".xplane.pb",): "a profile of JAX or TensorFlow; open it in TensorBoard's profile plugin (xprof)",
 }  # fmt: skip

@@ -27,17 +27,10 @@ FAMILIES = (
 )  # fmt: skip
 # Parts that may differ between two kernels that compute the same product in the same way.
 EPILOGUES = {
-    "bz": "beta zero",
-    "badd": "beta adds what the output holds",
-    "bias": "bias added",
-    "relu": "ReLU",
-    "gelu": "GELU",
-    "drelu": "ReLU's gradient",
-    "dgelu": "GELU's gradient",
-    "bgrada": "gradient of the bias",
-    "bgradb": "gradient of the bias",
-    "splitK": "split K",
-}
+    "bz": "beta zero", "badd": "beta adds what the output holds", "bias": "bias added", "relu": "ReLU", "gelu": "GELU",
+    "drelu": "ReLU's gradient", "dgelu": "GELU's gradient", "bgrada": "gradient of the bias",
+    "bgradb": "gradient of the bias", "splitK": "split K",
+}  # fmt: skip
 
 
 class KernelName(msgspec.Struct, frozen=True):
@@ -197,6 +190,22 @@ def _label(name: str) -> str:
 # --- names that give details ----------------------------------------------------------------------------------------
 
 
+def _part(pattern: str | re.Pattern, text: str, form: str = "{}") -> str:
+    """Return what the groups of the first match hold, in this form; "" without a match."""
+    found = re.search(pattern, text)
+    return form.format(*found.groups()) if found else ""
+
+
+def _word(words, pattern: str) -> str:
+    """Return the first of the words that has this form; "" without one."""
+    return next((word for word in words if re.fullmatch(pattern, word)), "")
+
+
+def _is_true(flag: str) -> bool:
+    """Return whether a template's argument is true, as C++ or nsys writes it."""
+    return flag in ("true", "1")
+
+
 def _nvjet(match, text):
     words = match["rest"].split("_")
     parts = {
@@ -204,44 +213,34 @@ def _nvjet(match, text):
         "tile": match["tile"],
         "K block x stages": match["stages"],
         "cluster": match["cluster"],
-        "epilogue": _epilogue(words),
-        "cooperative": next((word for word in words if word.startswith("coop")), ""),
-        "layout": words[-1] if re.fullmatch("[NT]{3}", words[-1]) else "",
+        "epilogue": _epilogue(match["rest"]),
+        "cooperative": _word(words, "coop.*"),
+        "layout": _word(words[-1:], "[NT]{3}"),
     }
     return "GEMM", f"cuBLAS nvjet{', sm ' + match['sm'] if match['sm'] else ''}", parts
 
 
-def _epilogue(words) -> str:
-    return ", ".join(EPILOGUES[word] for word in words if word in EPILOGUES)
+def _epilogue(rest: str) -> str:
+    return ", ".join(EPILOGUES[word] for word in rest.split("_") if word in EPILOGUES)
 
 
-def _cublas(match, text):
-    return "GEMM", f"cuBLAS, {match['arch']}", _mma_parts(match["rest"])
-
-
-def _cutlass(match, text):
-    return "GEMM", f"CUTLASS, sm {match['sm']}", _mma_parts(match["rest"])
+def _product(maker: str):
+    return lambda match, text: ("GEMM", f"{maker} {match['sm']}", _mma_parts(match["rest"]))
 
 
 def _cutlass3x(match, text):
     rest = match["rest"]
-    tiles = re.findall(r"(?<![a-z\d])(\d+x\d+)x(\d+)(?=_)", rest)
-    mma = re.search(r"_([a-z])(\d+x\d+x\d+)", rest)
-    layout = re.search(r"_([nt]{3})(?:_|$)", rest)
-    inputs = re.search(r"gemm_(?:[a-z_]*?_)??([a-z]+\d+\w*?)_", rest)
-    return (
-        "convolution" if re.search(CONVOLVES, rest) else "GEMM",
-        f"CUTLASS 3, sm {match['sm']}",
-        {
-            "types": SHORT_TYPES.get(inputs[1], inputs[1]) if inputs else "",
-            "on": CUDA_CORES if rest.startswith("simt_sgemm") else "",
-            "instruction": mma[2] if mma else "",
-            "tile": tiles[0][0] if tiles else "",
-            "K block": tiles[0][1] if tiles else "",
-            "epilogue": _epilogue(rest.split("_")),
-            "layout": layout[1] if layout else "",
-        },
-    )
+    tile = r"(?<![a-z\d])(\d+x\d+)x(\d+)(?=_)"
+    inputs = _part(r"gemm_(?:[a-z_]*?_)??([a-z]+\d+\w*?)_", rest)
+    return "convolution" if re.search(CONVOLVES, rest) else "GEMM", f"CUTLASS 3, sm {match['sm']}", {
+        "types": SHORT_TYPES.get(inputs, inputs),
+        "on": CUDA_CORES if rest.startswith("simt_sgemm") else "",
+        "instruction": _part(r"_[a-z](\d+x\d+x\d+)", rest),
+        "tile": _part(tile, rest),
+        "K block": _part(tile, rest, "{1}"),
+        "epilogue": _epilogue(rest),
+        "layout": _part(r"_([nt]{3})(?:_|$)", rest),
+    }  # fmt: skip
 
 
 # CUTLASS's own template of a product, as PyTorch's grouped and scaled products instantiate it.
@@ -250,17 +249,13 @@ CUTLASS_TEMPLATE = r"^cutlass::device_kernel<.{0,120}?(?P<name>GemmUniversal)[I<
 
 def _cutlass_template(match, text):
     # GemmUniversal<problem's shape, mainloop with tiles and MMA_64x256x16_F32BF16BF16_SS, …>, mangled or not
-    mma = re.search(r"MMA_(\d+x\d+x\d+)_[FS]\d\d(BF16|F16|TF32|E[45]M\d|S8)", text)
-    sm = re.search(r"MainloopSm(\d+)", text)
-    return (
-        "GEMM",
-        "CUTLASS 3" + (f", sm {sm[1]}" if sm else ""),
-        {
-            "does": "grouped" if "GroupProblemShape" in text else "",
-            "types": SHORT_TYPES.get(mma[2].lower(), mma[2].lower()) if mma else "",
-            "instruction": mma[1] if mma else "",
-        },
-    )
+    mma = r"MMA_(\d+x\d+x\d+)_[FS]\d\d(BF16|F16|TF32|E[45]M\d|S8)"
+    types = _part(mma, text, "{1}").lower()
+    return "GEMM", "CUTLASS 3" + _part(r"MainloopSm(\d+)", text, ", sm {}"), {
+        "does": "grouped" if "GroupProblemShape" in text else "",
+        "types": SHORT_TYPES.get(types, types),
+        "instruction": _part(mma, text),
+    }  # fmt: skip
 
 
 # An fp32 product without TF32 (ffma, simt, sgemm without an instruction's shape) does not use tensor cores.
@@ -274,7 +269,6 @@ def _mma_parts(rest: str) -> dict[str, str]:
     tile, stages, *_ = [*re.findall(r"(?<![a-z\d])(\d+x\d+)(?!x)", rest), "", ""]
     kind = re.search(r"(?:^|_)(gc|[a-z]?)(\d*)(?:tf32|bf16|f16|fast\w{0,8})?gemm", rest)
     mma, sums = (kind[2], kind[1]) if kind else ("", "")
-    layout = re.search(r"_([ntc]{2})(?:_|$)", rest)
     types = next((one for one in ("bf16", "fp16", "tf32", "fp8", "f16", "s8") if one in rest), "")
     types = {"f16": "fp16", "s8": "int8", "tf32": "TF32"}.get(types, types) or LETTERS.get(sums, "fp32")
     # 16x8x8 on inputs of 4 bytes is TF32's instruction: it keeps 10 of fp32's 23 bits.
@@ -283,17 +277,12 @@ def _mma_parts(rest: str) -> dict[str, str]:
     return {
         "types": types,
         "on": CUDA_CORES if types == "fp32" and not mma and re.search(r"simt|(?:^|_)sgemm|ffma", rest) else "",
-        "instruction": "x".join(_mma_shape(mma)),
+        "instruction": "x".join(re.findall("16|8|4|32", mma)),  # 16816 is 16x8x16; so are 161616 and 884 read
         "sums in": "fp32" if sums.startswith("s") and mma else "",
         "tile": tile,
         "K block x stages": stages,
-        "layout": layout[1] if layout else "",
+        "layout": _part(r"_([ntc]{2})(?:_|$)", rest),
     }
-
-
-def _mma_shape(digits: str) -> list[str]:
-    # 16816 means 16x8x16; 161616 and 884 follow the same pattern.
-    return re.findall("16|8|4|32", digits)
 
 
 SHORT_TYPES = {
@@ -304,25 +293,20 @@ SHORT_TYPES = {
 
 def _xmma(match, text):
     tile = re.search(r"tilesize(\d+x\d+)(?:x(\d+))?", text)
-    stage = re.search(r"stage(\d+)", text)
-    layout = re.search(r"_([ntc]{2})_[nt]_", text)
-    types = re.search(r"_(cf32|cf64|bf16|f16|f32|f64|tf32|i8|e4m3|e5m2)", text)
+    types = "tf32" if "_tf32" in text else _part(r"_(cf32|cf64|bf16|f16|f32|f64|tf32|i8|e4m3|e5m2)", text)
     convolves = re.search(CONVOLVES, text)
     does = CONVOLVING.get(convolves[0], "") if convolves else ""
-    return (
-        "convolution" if convolves else "GEMM",
-        f"{'cuDNN' if convolves else 'cuBLAS'} xmma, sm {match['sm']}",
-        {
-            "types": "TF32" if "_tf32" in text else SHORT_TYPES.get(types[1], types[1]) if types else "",
-            "on": CUDA_CORES if re.search(r"_f32f32_f32f32_f32_\w*_ffma", text) else "",
-            "tile": tile[1] if tile else "",
-            "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
-            "epilogue": _epilogue(text.split("_")),
-            "layout": layout[1] if layout else "",
-            # These run beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
-            "does": f"{SPLIT_K} ({does})" if convolves and "_execute_split_k_" in text else does,
-        },
-    )
+    family, maker = ("convolution", "cuDNN") if convolves else ("GEMM", "cuBLAS")
+    return family, f"{maker} xmma, sm {match['sm']}", {
+        "types": SHORT_TYPES.get(types, types),
+        "on": CUDA_CORES if re.search(r"_f32f32_f32f32_f32_\w*_ffma", text) else "",
+        "tile": tile[1] if tile else "",
+        "K block x stages": _part(r"stage(\d+)", text, f"{tile[2]}x{{}}") if tile and tile[2] else "",
+        "epilogue": _epilogue(text),
+        "layout": _part(r"_([ntc]{2})_[nt]_", text),
+        # These run beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
+        "does": f"{SPLIT_K} ({does})" if convolves and "_execute_split_k_" in text else does,
+    }  # fmt: skip
 
 
 CONVOLVES = "fprop|dgrad|wgrad|conv"
@@ -330,9 +314,8 @@ CONVOLVING = {"fprop": "forward", "dgrad": "gradient of the input", "wgrad": "gr
 
 
 def _convolution(match, text):
-    way = re.search("fprop|dgrad|wgrad", text)
-    parts = _mma_parts(match["rest"].replace("fprop", "gemm").replace("dgrad", "gemm").replace("wgrad", "gemm"))
-    return "convolution", "cuDNN", {"does": CONVOLVING[way[0]] if way else "", **parts}
+    parts = _mma_parts(re.sub("fprop|dgrad|wgrad", "gemm", match["rest"]))
+    return "convolution", "cuDNN", {"does": CONVOLVING.get(_part("(fprop|dgrad|wgrad)", text), ""), **parts}
 
 
 def _implicit_gemm(match, text):
@@ -358,17 +341,15 @@ TENSILE_TYPES = (
 
 
 def _tensile(match, text):
-    tile = re.search(r"_MT(\d+x\d+)x(\d+)", text)
-    types = text[match.end() :]
-    parts = {
-        "types": next((said for start, said in TENSILE_TYPES if re.match(start, types)), ""),
-        "tile": tile[1] if tile else "",
-        "K block": tile[2] if tile else "",
-        "indices": f"A {match['a']}, B {match['b']}",
-    }
     if "PostGSU" in text:
         return "reduction", TENSILE, {"does": SPLIT_K}
-    return "GEMM", TENSILE, parts
+    types, tile = text[match.end() :], r"_MT(\d+x\d+)x(\d+)"
+    return "GEMM", TENSILE, {
+        "types": next((said for start, said in TENSILE_TYPES if re.match(start, types)), ""),
+        "tile": _part(tile, text),
+        "K block": _part(tile, text, "{1}"),
+        "indices": f"A {match['a']}, B {match['b']}",
+    }  # fmt: skip
 
 
 TENSILE = "rocBLAS/hipBLASLt Tensile"
@@ -455,8 +436,7 @@ ALIASES = {
     "direct_copy": "copy", "copy_device_to_device": "copy", "tensor_fill": "fill", "argmaxops": "argmax",
     "norm_two": "norm", "norm_one": "norm 1", "norm_zero": "norm 0", "arg_max": "argmax", "arg_min": "argmin",
     "welford": "variance", "nan_sum": "nansum", "max_nan": "max", "min_nan": "min", "lp_norm": "norm",
-    "lp_max": "norm", "reduction_add": "add", "reduction_mul": "mul", "pow_tensor": "pow",
-    "pow_scalar_tensor": "pow",
+    "lp_max": "norm", "reduction_add": "add", "reduction_mul": "mul", "pow_tensor": "pow", "pow_scalar_tensor": "pow",
     "power": "pow",
 }  # fmt: skip
 TYPE = "|".join(sorted(map(re.escape, TYPES), key=len, reverse=True))
@@ -504,50 +484,41 @@ def _aten(family: str):
 
 # Generic kernels; their operation decides the family.
 ATEN_OPERATIONS = (
-    ("group_norm|batch_norm", "normalization"),
-    (r"amp_|.*non_finite", "optimizer"),
-    (r"(?:\w+_)?copy$", "copy"),
-)
+    ("group_norm|batch_norm", "normalization"), (r"amp_|.*non_finite", "optimizer"), (r"(?:\w+_)?copy$", "copy"),
+)  # fmt: skip
 
 
 def _scatter(match, text):
     # _cuda_scatter_gather_internal_kernel<is scatter, …>, _cuda_scatter_fill_internal_kernel<…>, then the reduction
     rest = text[match.end() : match.end() + 800]
     gathers = re.search(r"scatter_gather_internal_kernel<(?:false|0)", rest)
-    how = re.search(r"Reduce(Add|Multiply|Maximum|Minimum|Mean)", rest)
-    does = "gather" if gathers else "scatter" + (f"_{how[1].lower()}" if how else "")
+    does = "gather" if gathers else "scatter" + _part(r"Reduce(Add|Multiply|Maximum|Minimum|Mean)", rest, "_{}").lower()
     return "copy", "ATen", {"does": does, "types": _types(text, match.end())}
 
 
 def _aten_reduction(match, text):
     does = _operation(text, match.end())
-    return "reduction", "ATen", {
-        "does": {"and": "all", "or": "any"}.get(does, does),
-        "types": _types(text, match.end("name")),
-    }  # fmt: skip
+    parts = {"does": {"and": "all", "or": "any"}.get(does, does), "types": _types(text, match.end("name"))}
+    return "reduction", "ATen", parts
 
 
 def _softmax(match, text):
     # softmax_warp_forward<input, output, accumulated, log2 of the length, is log softmax, is masked>
     flags = re.search(r"softmax_warp_\w+<(?:[^,<>]+,){3}\s*(\d+),\s*(true|false|0|1)\b", text)
-    log = "log softmax" if (flags and flags[2] in ("true", "1")) or "LogSoftMax" in text else "softmax"
+    log = "log softmax" if (flags and _is_true(flags[2])) or "LogSoftMax" in text else "softmax"
     way = "backward" if re.search("[Bb]ackward", match["name"]) else "forward"
     longest = 2 ** min(int(flags[1]), 40) if flags else 0
-    return (
-        "reduction",
-        "ATen",
-        {
-            "does": f"{log}, {way}",
-            "types": _types(text, match.end("name")),
-            "rows of": f"{longest // 2 + 1} to {longest}" if longest > 1 else "",
-        },
-    )
+    return "reduction", "ATen", {
+        "does": f"{log}, {way}",
+        "types": _types(text, match.end("name")),
+        "rows of": f"{longest // 2 + 1} to {longest}" if longest > 1 else "",
+    }  # fmt: skip
 
 
 def _triangle(match, text):
     # triu_tril_kernel<type, index, upper, elements a thread, in place>
-    upper = re.search(r"triu_tril_kernel<[^,<>]+,[^,<>]+,\s*(true|false|0|1)\b", text)
-    does = "triu or tril" if not upper else "triu" if upper[1] in ("true", "1") else "tril"
+    upper = _part(r"triu_tril_kernel<[^,<>]+,[^,<>]+,\s*(true|false|0|1)\b", text)
+    does = "triu or tril" if not upper else "triu" if _is_true(upper) else "tril"
     return "pointwise", "ATen", {"does": does, "types": _types(text, match.end("name"))}
 
 
@@ -559,12 +530,10 @@ def _foreach(match, text):
     maker = next((maker for word, maker in FOREACH_MAKERS if word in text), "Apex")
     rest = text[match.end() : match.end() + 800]
     parts = {"types": _types(text, match.end("name")) if maker == "ATen" else ""}
-    if found := re.search(OPTIMIZERS, rest):
-        return "optimizer", maker, {"does": found[1].lower(), **parts}
-    if "FusedOptimize" in rest:
-        return "optimizer", maker, parts
-    if "non_finite" in rest:
-        return "optimizer", maker, {"does": "gradient scaling", **parts}
+    does = _part(OPTIMIZERS, rest).lower()
+    if does or "FusedOptimize" in rest or "non_finite" in rest:
+        scales = not does and "FusedOptimize" not in rest
+        return "optimizer", maker, {"does": "gradient scaling" if scales else does, **parts}
     does = _operation(text, match.end())
     family = "reduction" if re.match("norm|l2_?norm", does) else "copy" if does == "copy" else "pointwise"
     return family, maker, {"does": does, **parts}
@@ -592,50 +561,35 @@ def _attends(own: str) -> str:
     return "" if not way else _way(way[1])
 
 
-def _attention(maker: str):
-    def read(match, text):
-        return "attention", maker, {"does": _way(text)}
-
-    return read
-
-
 def _memory_efficient(match, text):
     words = match["rest"].split("_")
-    types = next((TYPED[word] for word in words if word in TYPED), "")
-    sm = next((word[2:] for word in words if re.fullmatch(r"sm\d+", word)), "")
-    return (
-        "attention",
-        "memory-efficient, CUTLASS",
-        {
-            "does": _way(match[0]),
-            "for": f"sm {sm}" if sm else "",
-            "types": types,
-            "tile": next((word for word in words if re.fullmatch(r"\d+x\d+", word)), ""),
-            "inputs": next((word for word in words if word in ("aligned", "notaligned")), ""),
-            "accumulators": {"rf": "in registers", "gmem": "in global memory"}.get(
-                next((word for word in words if word in ("rf", "gmem")), ""), ""
-            ),
-            "dropout": "yes" if "dropout" in words else "",
-        },
-    )
+    return "attention", MEMORY_EFFICIENT, {
+        "does": _way(match[0]),
+        "for": _word(words, r"sm\d+").replace("sm", "sm "),
+        "types": {"bf16": "bf16", "f16": "fp16", "f32": "fp32"}.get(_word(words, "bf16|f16|f32"), ""),
+        "tile": _word(words, r"\d+x\d+"),
+        "inputs": _word(words, "(?:not)?aligned"),
+        "accumulators": {"rf": "in registers", "gmem": "in global memory"}.get(_word(words, "rf|gmem"), ""),
+        "dropout": "yes" if "dropout" in words else "",
+    }  # fmt: skip
 
 
-TYPED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32"}
+MEMORY_EFFICIENT = "memory-efficient, CUTLASS"
 
 
 def _flash(match, text):
     """flash-attention 2, whose traits are <head size, block M, block N, warps, …, type>."""
     traits = re.search(r"Flash_(?:fwd|bwd)_kernel_traits<(\d+), (\d+), (\d+), (\d+),", text)
-    typed = re.search("bfloat16_t|half_t|float_e4m3_t", text)
+    typed = _part("(bfloat16_t|half_t|float_e4m3_t)", text)
     # After the traits come dropout, causal, window, …; with K and V split over blocks, causal comes first.
     flags = re.search(r">((?:, *(?:true|false|[01])\b){2,})", text)
-    on = [flag in ("true", "1") for flag in re.findall(r"true|false|[01]", flags[1])] if flags else [False, False]
+    on = [_is_true(flag) for flag in re.findall(r"true|false|[01]", flags[1])] if flags else [False, False]
     split = "splitkv" in match[0]
     window = on[1 if split else 2] if len(on) >= 6 else False  # versions before 2.3 have none
     parts = {"does": "adds the parts of split keys" if "combine" in match[0] else _way(match[0])}
     if traits:
         parts |= {"head size": traits[1], "tile": f"{traits[2]}x{traits[3]}", "warps": traits[4]}
-    parts["types"] = {"bfloat16_t": "bf16", "half_t": "fp16", "float_e4m3_t": "fp8"}[typed[0]] if typed else ""
+    parts["types"] = {"bfloat16_t": "bf16", "half_t": "fp16", "float_e4m3_t": "fp8"}.get(typed, "")
     if re.search("flash_fwd_kernel|splitkv_kernel|dq_dk_dv", match[0]) and flags:
         parts["causal"] = "yes" if on[0 if split else 1] else "no"
         parts["window"] = "yes" if window else ""
@@ -653,9 +607,8 @@ FLASH_3 = re.compile(
 
 def _flash_newer(match, text):
     """flash-attention 3 (Hopper's C++), whose forward kernel's name gives its tiles, and 4 (CuTe DSL)."""
-    sm = re.search(r"[Ss]m(\d{2,3})", text)
     parts = {"does": "adds the parts of split keys"} if "FwdCombine" in match[0] else {"does": _way(text)}
-    parts["for"] = f"sm {sm[1]}" if sm else ""
+    parts["for"] = _part(r"[Ss]m(\d{2,3})", text, "sm {}")
     if found := FLASH_3.search(text):
         m, n, head = re.findall(r"\d+", found["tile"])
         parts |= {
@@ -664,8 +617,8 @@ def _flash_newer(match, text):
             "stages": found["stages"],
             "cluster": "x".join(re.findall(r"\d+", found["cluster"])),
             "types": TYPES.get(found["type"], ""),
-            "causal": "yes" if found["causal"] in ("true", "1") else "no",
-            "window": "yes" if found["window"] in ("true", "1") else "",
+            "causal": "yes" if _is_true(found["causal"]) else "no",
+            "window": "yes" if _is_true(found["window"]) else "",
         }
     return "attention", "flash attention", parts
 
@@ -684,47 +637,38 @@ def _flashinfer(match, text):
 
 def _aiter(match, text):
     """AITER's assembly: fmha_fwd_hd128_bf16_causal_rtne (which rounding) …"""
-    head = re.search(r"_hd(\d+)", text)
     words = text.split("_")
     return "attention", "AITER", {
         "does": _way(text),
-        "head size": head[1] if head else "",
-        "types": next((word for word in words if word in ("bf16", "fp16", "fp8")), ""),
+        "head size": _part(r"_hd(\d+)", text),
+        "types": _word(words, "bf16|fp16|fp8"),
         "causal": "yes" if "causal" in words else "",
     }  # fmt: skip
 
 
 def _composable(match, text):
     # TileFmhaShape<sequence<queries, keys, …>>
-    tile = re.search(r"TileFmhaShape<ck_tile::sequence<(\d+), *(\d+)", text)
+    tile = _part(r"TileFmhaShape<ck_tile::sequence<(\d+), *(\d+)", text, "{}x{}")
     does = "split keys" if "SplitKV" in match[0] else "another layout" if "AppendKV" in match[0] else _way(match[0])
-    return "attention", "Composable Kernel", {"does": does, "tile": f"{tile[1]}x{tile[2]}" if tile else ""}
+    return "attention", "Composable Kernel", {"does": does, "tile": tile}
 
 
 def _cudnn_attention(match, text):
-    sm = re.search(r"_sm(\d+)_", text)
-    tile = re.search(r"knob_(\d+)(?:_(\d+x\d+x\d+))?", text)
-    cluster = re.search(r"_cga(\d+x\d+x\d+)", text)
-    instruction = re.search("wgmma|wmma|hmma|mma", text)
-    return (
-        "attention",
-        "cuDNN",
-        {
-            "does": _way(text),
-            "for": f"sm {sm[1]}" if sm else "",
-            "instruction": instruction[0] if instruction else "",
-            "tile": (tile[2] or "") if tile else "",
-            "knob": tile[1] if tile else "",
-            "cluster": cluster[1] if cluster else "",
-        },
-    )
+    return "attention", "cuDNN", {
+        "does": _way(text),
+        "for": _part(r"_sm(\d+)_", text, "sm {}"),
+        "instruction": _part("(wgmma|wmma|hmma|mma)", text),
+        "tile": _part(r"knob_\d+((?:_\d+x\d+x\d+)?)", text).strip("_"),
+        "knob": _part(r"knob_(\d+)", text),
+        "cluster": _part(r"_cga(\d+x\d+x\d+)", text),
+    }  # fmt: skip
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 
 def _nccl(match, text):
-    words = match["rest"].split("_")
+    words = match[match.lastindex].split("_")
     does = re.sub(r"(?:(?:Ring|Tree|CollNet|NVLS)\w*)?Kernel$", "", words[0])
     details = " ".join(words[1:])
     if does == "Generic":
@@ -742,29 +686,18 @@ LIGER = (
     r"|fused_linear_jsd|grpo_loss|kldiv|softmax_(?:single|multi)_block|sparsemax)_?\w{0,40}(?:forward|backward|fwd|bwd)\w{0,30}$"
     r"|^_?triton_(?:llama4_|qwen2vl_m)?rope\w{0,20}$|^_?liger_\w{1,60}$|^_jsd_kernel$|^_kldiv_kernel_\w+$"
 )
-LIGER_JOBS = (
-    ("norm|dyt", "normalization"),
-    ("glu|rope|relu", "pointwise"),
-    ("", "reduction"),
-)
-
-
-def _driver_copy(match, text):
-    way = match["way"] or match["nsys"] or match["hip"]
-    return "copy", "driver", {"does": COPIES.get(way, way)}
+LIGER_JOBS = (("norm|dyt", "normalization"), ("glu|rope|relu", "pointwise"), ("", "reduction"))
 
 
 COPIES = {
-    "DtoD": "within the GPU's memory",
-    "HtoD": "from the CPU's memory",
-    "DtoH": "to the CPU's memory",
-    "PtoP": "between GPUs",
-    "Device-to-Device": "within the GPU's memory",
-    "Host-to-Device": "from the CPU's memory",
-    "Device-to-Host": "to the CPU's memory",
-    "DeviceToDevice": "within the GPU's memory",
-    "HostToDevice": "from the CPU's memory",
-    "DeviceToHost": "to the CPU's memory",
+    way: does
+    for ways, does in (
+        (("DtoD", "Device-to-Device", "DeviceToDevice"), "within the GPU's memory"),
+        (("HtoD", "Host-to-Device", "HostToDevice"), "from the CPU's memory"),
+        (("DtoH", "Device-to-Host", "DeviceToHost"), "to the CPU's memory"),
+        (("PtoP",), "between GPUs"),
+    )
+    for way in ways
 }
 
 
@@ -777,15 +710,14 @@ def _says(family: str, maker: str, does: str = ""):
 # scans a long name twice.
 READERS = (
     # the driver
-    (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]|^Copy(?P<hip>(?:Host|Device)To(?:Host|Device))",
-     _driver_copy),
+    (r"^Memcpy (\w+)|^\[CUDA memcpy ([\w -]+)\]|^Copy((?:Host|Device)To(?:Host|Device))",
+     lambda m, t: ("copy", "driver", {"does": COPIES.get(m[m.lastindex], m[m.lastindex])})),
     (r"^memcpy\d+", _says("copy", "driver, inside a CUDA graph")),
     (r"^Memset|^\[CUDA memset\]|^memset\d+", _says("memset", "driver")),
     (r"^__amd_rocclr_copy", _says("copy", "driver, ROCm")),
     (r"^__amd_rocclr_fill|^FillBuffer$", _says("memset", "driver, ROCm")),
     # NCCL
-    (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
-     lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
+    (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(\w+)|^nccl([A-Z][a-z]\w+Kernel_\w+)", _nccl),
     (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
     # Inductor, before the words of the ops that its kernels name
     (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
@@ -805,7 +737,7 @@ READERS = (
     (r"^aiter::fmha_(?:fwd|bwd)_\w+", _aiter),
     (r"(?<![A-Za-z])Fmha(?:Fwd|Bwd)\w{0,40}?Kernel", _composable),
     (r"\bflash_(?:fwd|bwd)_\w+|\bflash::\w+|\bpytorch_flash::\w+", _flash),
-    (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
+    (r"^PyTorchMemEffAttention|^AttentionKernel<", lambda m, t: ("attention", MEMORY_EFFICIENT, {"does": _way(t)})),
     # convolutions, before the GEMMs that they consist of
     (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
     (r"^(?:\w{1,40}_)?(?P<rest>(?:[sdhi]|[sh]\d{3,5}|fp16_s|bf16_s\d{0,5})cudnn_\w*)", _convolution),
@@ -821,9 +753,9 @@ READERS = (
      r"(?P<rest>\w+)", _nvjet),
     (r"\bsm(?P<sm>\d+)_xmma_", _xmma),
     (r"\bcutlass3x_sm(?P<sm>\d+)_(?P<rest>\w+)", _cutlass3x),
-    (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
+    (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _product("CUTLASS, sm")),
     (CUTLASS_TEMPLATE, _cutlass_template),
-    (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
+    (r"^(?P<sm>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _product("cuBLAS,")),
     (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
     (r"^Cijk_\w*PostGSU", _says("reduction", TENSILE, SPLIT_K)),
     (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", _says("reduction", "cuBLAS", SPLIT_K)),

@@ -101,12 +101,9 @@ def number(value: object) -> decimal.Decimal | None:
     """Return a number, which may stand in a text; None for a missing value, NaN for a value that is no number."""
     if value is None:
         return None
-    # bool is an int, and JSON as Python reads it has NaN and Infinity.
-    return _fraction(value) if type(value) is str else _exact(value)
-
-
-def _exact(value: object) -> decimal.Decimal:
-    return decimal.Decimal(value) if type(value) in (int, decimal.Decimal) else _NOT_A_NUMBER
+    if type(value) in (int, decimal.Decimal):  # bool is an int, and JSON as Python reads it has NaN and Infinity
+        return decimal.Decimal(value)
+    return _fraction(value) if type(value) is str else _NOT_A_NUMBER
 
 
 def _fraction(text: str) -> decimal.Decimal:

@@ -2,7 +2,7 @@
 
 import bisect
 import enum
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice, pairwise
 from operator import attrgetter, itemgetter
@@ -12,6 +12,7 @@ import msgspec
 
 from tracereader.trace.document import TraceError
 from tracereader.trace.families import IN_EVERY_LAYER, of_op
+from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, REGION, STEP, ZEROES
 from tracereader.trace.slices import Op, sort_by_start
 
@@ -74,10 +75,7 @@ def named(ops: Sequence[Op], name: str, path: Path) -> Marks:
     are less than half of the steps, as long as the thread's ops. Of several threads, the one with the most calls
     decides. A call inside another one, or one that begins at the same time, is not counted. Raises TraceError.
     """
-    calls: dict[tuple, list[Op]] = defaultdict(list)
-    for op in ops:
-        if op.kind == "label" and op.name == name:
-            calls[op.track].append(op)
+    calls = grouped((op.track, op) for op in ops if op.kind == "label" and op.name == name)
     if not calls:
         labels = Counter(op.name for op in ops if op.kind == "label" and not op.name.startswith(STEP))
         known = ", ".join(f"{one[:60]} ({count:,})" for one, count in labels.most_common(5))
@@ -142,34 +140,21 @@ class _Thread(msgspec.Struct):
 
 def _threads(ops: Sequence[Op]) -> list[_Thread]:
     """Return the threads that run ops, the one with the most ops first."""
-    by_track: dict[tuple, list[Op]] = defaultdict(list)
-    for op in ops:
-        by_track[op.track].append(op)
     found = []
-    for track, own in by_track.items():
+    for track, own in grouped((op.track, op) for op in ops).items():
         # A wait for the GPU after the loop does not count.
         slices = [op for op in own if op.kind != "label" and "Synchronize" not in op.name]
         run = [op for op in slices if op.kind == "op"]
         if not run:
             continue
         sort_by_start(run)
-        calls: dict[str, list[Op]] = defaultdict(list)
-        for op in own:
-            if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP):
-                calls[op.name].append(op)
+        calls = grouped((op.name, op) for op in own if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
         # A hook may call an optimizer for each parameter in the backward pass.
         engine = _apart([op for op in run if op.name.startswith(AUTOGRAD)]) if calls else []
         by_name = {name: _apart(_outside(sorted(some, key=_start), engine)) for name, some in calls.items()}
-        found.append(
-            _Thread(
-                track=track,
-                ops=run,
-                regions=[op for op in own if op.name.startswith(REGION)],
-                start=min([op.start for op in slices]),
-                until=max([op.end for op in slices]),
-                calls=by_name,
-            )
-        )
+        regions = [op for op in own if op.name.startswith(REGION)]
+        start, until = min([op.start for op in slices]), max([op.end for op in slices])
+        found.append(_Thread(track, run, regions, start, until, by_name))
     return sorted(found, key=lambda one: -len(one.ops))
 
 
@@ -242,7 +227,7 @@ def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple
 
 def _of_tokens(thread: _Thread) -> Iterator[Marks]:
     """Yield the steps that begin with the first lookup after each choice, if they are alike."""
-    firsts: dict[str, list[int]] = defaultdict(list)
+    firsts = grouped(())
     chosen, last = True, 0
     # Compiled layers may choose experts.
     eager = _outside([op for op in thread.ops if op.name in (LOOKS_UP, *CHOOSE)], _apart(thread.regions))

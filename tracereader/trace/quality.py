@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
@@ -77,12 +78,8 @@ def clip(work: Sequence[Work], device_waits: Iterable[Op]) -> tuple[int, int]:
     # With several GPUs, the trace does not tell which of them a call waited for.
     alone = len({one.device for one in work}) == 1
     waits = sorted((op.start, op.start + op.dur) for op in device_waits) if alone else []
-    streams: dict[tuple, list[Work]] = defaultdict(list)
-    for one in work:
-        if not one.from_graph:
-            streams[one.device, one.track].append(one)
     found = taken = 0
-    for some in streams.values():
+    for some in grouped(((one.device, one.track), one) for one in work if not one.from_graph).values():
         last = some[-1]
         place = bisect.bisect_right(waits, (last.launch.start if last.launch is not None else math.inf, math.inf))
         least, following = math.inf, None
@@ -147,10 +144,7 @@ def quality_of(
     clipped: the result of clip().
     """
     wanted = {name for name in op_names if name == RECORDS_A_GRAPH or name.endswith(COMPILING) or ASKED.search(name)}
-    names: dict[str, list[Op]] = {name: [] for name in wanted}
-    for op in ops:
-        if op.name in wanted:
-            names[op.name].append(op)
+    names = grouped((op.name, op) for op in ops if op.name in wanted) if wanted else {}
     edges = [op for name, some in names.items() if CAPTURE_EDGE.search(name) for op in some if op.kind == "runtime"]
     captures = []
     if edges:
@@ -237,21 +231,14 @@ def _kept(steps: tuple[Step, ...], lost: Sequence[Op]) -> tuple[tuple[Step, ...]
             runs.append([])
         else:
             runs[-1].append(step)
-    working = [sum(bool(step.work) for step in run) for run in runs]
-    if not max(working):
-        return steps, True
-    return tuple(runs[working.index(max(working))]), False
+    longest = max(runs, key=lambda run: sum(bool(step.work) for step in run))
+    return (tuple(longest), False) if any(step.work for step in longest) else (steps, True)
 
 
 def steps_left_out(steps: Sequence[Step], kept: Sequence[Step]) -> Iterable[Step]:
     """Yield the steps that are not among those that are kept."""
     known = set(map(id, kept))
     return (step for step in steps if id(step) not in known)
-
-
-def _inside(intervals: Sequence[tuple[int, int]], time: int) -> bool:
-    """Return whether a time lies in one of the intervals, which are disjoint and in order."""
-    return _span(intervals, time) is not None
 
 
 def _cold(
@@ -298,9 +285,7 @@ def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
     sums = Counter()
     for place, one in zip(places, found, strict=True):
         sums[place, one.what] += one.end - one.start
-    by_kind = defaultdict(list)
-    for (_, what), ns in sums.items():
-        by_kind[what].append(ns)
+    by_kind = grouped((what, ns) for (_, what), ns in sums.items())
     alike = {what: sorted(some) for what, some in by_kind.items()}
     for place, one in zip(places, found, strict=True):
         ns, some = sums[place, one.what], alike[one.what]
@@ -320,10 +305,10 @@ def _first_compilations(phases: Sequence[Op], steps: Sequence[Step]) -> list[Op]
     return [op for op in phases if _inside(cold, op.start)]
 
 
-def _span(spans: Sequence[tuple[int, int]], time: int) -> tuple[int, int] | None:
-    """Return the one of some disjoint intervals in which a time lies."""
-    place = bisect.bisect_right(spans, (time, math.inf)) - 1
-    return spans[place] if place >= 0 and time < spans[place][1] else None
+def _inside(intervals: Sequence[tuple[int, int]], time: int) -> bool:
+    """Return whether a time lies in one of the intervals, which are disjoint and in order."""
+    place = bisect.bisect_right(intervals, (time, math.inf)) - 1
+    return place >= 0 and time < intervals[place][1]
 
 
 def _loading_calls(names: dict[str, list[Op]], overheads: Sequence[Op]) -> Iterable[Op]:
@@ -386,10 +371,9 @@ def _until_launched(
 
     The latter has lost launches, too.
     """
-    times, by_op, reached = defaultdict(list), defaultdict(list), {}
-    for op in lost:
-        outermost = op.outermost_call()
-        by_op[outermost.name].append((outermost.start, op.start + op.dur))
+    times, reached = defaultdict(list), {}
+    outermost_of_lost = ((op.outermost_call(), op) for op in lost)
+    by_op = grouped((outermost.name, (outermost.start, op.start + op.dur)) for outermost, op in outermost_of_lost)
     for one in work:
         op = one.launch
         if op is not None and op.work[0] is one and "Graph" not in op.name:
@@ -488,11 +472,8 @@ def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int |
         long = {start for start in long if start in delayed or start == working[0].start}
     first = working[0]
     others = long - {first.start}
-    if first.start in long and (
-        len(others) < 2
-        or quality.cold_in(first)
-        or first.us > APART * max(step.us for step in working if step.start in others)
-    ):
+    longest = max((step.us for step in working if step.start in others), default=0.0)
+    if len(others) < 2 or quality.cold_in(first) or first.us > APART * longest:
         long = others  # it is longer for being the first
     if len(long) >= 2:
         return Mixed(frozenset(long)), None

@@ -7,7 +7,7 @@ import gc
 import math
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -16,39 +16,17 @@ import msgspec
 
 from tracereader import progress
 from tracereader.trace import marks as marked
-from tracereader.trace import processes
+from tracereader.trace import processes, slices
 from tracereader.trace.backends import backend_of, only_waits
 from tracereader.trace.decoded import decoded, decoded_as
-from tracereader.trace.document import (
-    DEFAULT_LIMIT,
-    KINDS,
-    MISSING,
-    NO_SLICES,
-    Document,
-    Event,
-    TraceError,
-    load,
-)
+from tracereader.trace.document import DEFAULT_LIMIT, KINDS, MISSING, NO_SLICES, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts, of_other_steps
+from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
 from tracereader.trace.quality import WAITS_FOR_THE_DEVICE, clip, earlier_work, quality_of, steps_left_out
-from tracereader.trace.slices import (
-    Frame,
-    Memory,
-    Op,
-    Phase,
-    ProcessGroup,
-    Rank,
-    Samples,
-    Slice,
-    Step,
-    Sync,
-    Trace,
-    Work,
-    sort_by_start,
-)
+from tracereader.trace.slices import Frame, Op, Phase, Rank, Samples, Slice, Step, Sync, Trace, Work
 
 LATEST_NS = 2**62  # since 1970; the year 2116
 WORK = ("kernel", "memcpy", "memset")
@@ -104,7 +82,7 @@ def _built(
     tracks: dict[tuple, tuple] = {}
     track = pid = tid = None
     intern = sys.intern  # otherwise the names of a trace take a quarter of its file's size
-    frames: dict[tuple, list[Frame]] = defaultdict(list)
+    frames = grouped(())
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
     categories = {event.cat for event in events}
@@ -162,8 +140,8 @@ def _built(
         events[number] = None  # so that the events and what is made of them never stand side by side
     document.defects.events += len(unusable)
     if left_out := document.defects.events:
-        slices = (ops, old_ops, work, spans, overheads, nodes, modules, inside, *frames.values())
-        usable = zeroed + sum(map(len, slices))
+        used = (ops, old_ops, work, spans, overheads, nodes, modules, inside, *frames.values())
+        usable = zeroed + sum(map(len, used))
         if left_out > usable:  # the rest would say little about the run
             first = f"; the first is {events[unusable[0]].name[:60]!r}" if unusable else ""
             raise TraceError(
@@ -222,12 +200,8 @@ def _built(
         spans = [one for one in spans if not one.name.startswith(STEP)]
     roots, crosses = _nest(ops)
     _nest(overheads)
-    module_roots: dict[tuple, list[Op]] = {}
-    for root in _nest(modules, MODULES_DEEP)[0]:
-        module_roots.setdefault(root.track, []).append(root)
-    work.sort(key=_start)
-    nodes.sort(key=_start)
-    inside.sort(key=_start)
+    for some in (work, nodes, inside):
+        some.sort(key=_start)
     show("tying GPU work to its launches")
     calls = _calls(ops)
     if edges:
@@ -246,6 +220,7 @@ def _built(
     steps, outside = kept, _without(steps, kept, outside)
     devices = _devices(properties, work, "device" if taken else "GPU")
     asking = {name for name in op_names if "Occupancy" in name}
+    called = {op.name for op in ops if op.kind == "runtime"}
     return Trace(
         path=path,
         zero_us=zero,
@@ -265,16 +240,10 @@ def _built(
         op_names=op_names,
         trains=any(name.startswith((AUTOGRAD, OPTIMIZERS)) for name in op_names),
         frames=dict(frames),
-        modules=module_roots,
-        forward_of=_forward_of(flows, zero),
+        modules=dict(grouped((root.track, root) for root in _nest(modules, MODULES_DEEP)[0])),
+        forward_of={backward: forward for forward, backward in _arrows(flows, zero)},
         devices=devices,
-        backend=backend_of(
-            devices,
-            {op.name for op in ops if op.kind == "runtime"},
-            _names_of_processes(events),
-            categories,
-            op_names,
-        )
+        backend=backend_of(devices, called, _names_of_processes(events), categories, op_names)
         or ("other" if taken else None),
         device_properties=properties,
         facts=facts,
@@ -320,7 +289,8 @@ def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], C
     devices = {
         event.pid
         for event in events
-        if event.ph == "M" and event.name == "process_labels" and type(event.pid) is int and not _is_cpu(event)
+        if event.ph == "M" and event.name == "process_labels" and type(event.pid) is int
+        if not str(_args(event).get("labels", "CPU")).startswith("CPU")
     }
     found = Counter(event.cat for event in strange if event.pid in devices or b'"stream"' in bytes(event.args))
     if not found or any(KINDS.get(event.cat) in WORK for event in events if event.ph == "X"):
@@ -342,9 +312,7 @@ def _copy_in_words(event: Event) -> str:
 
     torch's collector of CUDA activities gives all of them the same name, and puts the rest into the arguments.
     """
-    args = decoded(event.args)
-    if not isinstance(args, dict):
-        return event.name
+    args = _args(event)
     if event.name == "Memset":
         kind = args.get("memory kind")
         return f"Memset ({MEMORY_KINDS[kind]})" if type(kind) is int and 0 <= kind < len(MEMORY_KINDS) else event.name
@@ -355,27 +323,25 @@ def _copy_in_words(event: Event) -> str:
     return f"Memcpy {way} ({source} -> {target})"
 
 
-def _is_cpu(event: Event) -> bool:
+def _args(event: Event) -> dict:
+    """Return an event's arguments; none if they are no object."""
     args = decoded(event.args)
-    return not isinstance(args, dict) or str(args.get("labels", "CPU")).startswith("CPU")
+    return args if isinstance(args, dict) else {}
 
 
 def _is_length(us: float | decimal.Decimal | None) -> bool:
     return is_time(us) and us >= 0
 
 
-def _nest(slices: list, deepest: float = math.inf) -> tuple[list[Op], bool]:
+def _nest(all_slices: list, deepest: float = math.inf) -> tuple[list[Op], bool]:
     """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
     Also return whether a slice ends after the one in which it starts. deepest: slices inside so many others are left
     out.
     """
-    sort_by_start(slices)
-    by_track = defaultdict(list)
-    for one in slices:
-        by_track[one.track].append(one)
+    slices.sort_by_start(all_slices)
     roots, crosses = [], False
-    for track in by_track.values():
+    for track in grouped((one.track, one) for one in all_slices).values():
         stack, ends, last = [], [], -math.inf  # last: the end of the innermost open slice
         for one in track:
             start = one.start
@@ -424,10 +390,10 @@ class _Ties(msgspec.Struct):
 _ties = msgspec.json.Decoder(_Ties)
 
 
-def ties_of(slices: Iterable[Slice]) -> Iterator[_Ties]:
+def ties_of(some: Iterable[Slice]) -> Iterator[_Ties]:
     """Yield the ids in the slices' arguments."""
     decode = _ties.decode
-    for one in slices:
+    for one in some:
         try:
             yield decode(one.raw)
         except (ValueError, RecursionError):  # as in decoded_as(), whose call takes as long as the decoding
@@ -444,12 +410,9 @@ def _ties_in(args: dict) -> _Ties:
 
 def _calls(ops: list[Op]) -> dict[int, Op]:
     """Return the runtime calls by their correlation ids."""
-    found = {}
     calls = [op for op in ops if op.kind == "runtime"]
-    for op, ties in zip(calls, ties_of(calls), strict=True):
-        if ties.correlation is not None:
-            found.setdefault(ties.correlation, op)
-    return found
+    tied = [(ties.correlation, op) for op, ties in zip(calls, ties_of(calls), strict=True)]
+    return {correlation: op for correlation, op in reversed(tied) if correlation is not None}  # the first of an id
 
 
 def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
@@ -457,7 +420,7 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
 
     If torch assigned a lane to a graph's node, the stream on which the node ran replaces it.
     """
-    queued: dict[tuple, list[Work]] = {}  # by graph and node
+    queued = grouped(())  # by graph and node
     replays: dict[int, dict[int, Op]] = {}  # by graph, its launches by id
     everything = [*work, *nodes]
     for one, ties in zip(everything, ties_of(everything), strict=True):
@@ -469,7 +432,7 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
         if ties.graph and one.launch is not None:
             replays.setdefault(ties.graph, {})[id(one.launch)] = one.launch
         if ties.graph and ties.node and one.kind == "node":
-            queued.setdefault((ties.graph, ties.node), []).append(one)
+            queued[ties.graph, ties.node].append(one)
     for (graph, _), some in queued.items():
         # Of a replay that is queued behind another one CUPTI records the correlation 0 for host nodes. Each replay
         # runs each node once, so the order tells whose it is, where no replay is cut off.
@@ -494,18 +457,25 @@ def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
     An edge leads from a node's end on its lane in the file to the start of another node. If several nodes end there at
     the same time, all count.
     """
-    begins, ends = {}, {}
-    for one in work:
-        begins.setdefault((*one.track, one.start), []).append(one)
-        ends.setdefault((*one.track, one.end), []).append(one)
-    sides: dict[str, dict] = {"s": {}, "f": {}}
-    for edge in edges:
-        if edge.ph in sides and is_time(edge.ts):
-            sides[edge.ph][edge.id] = (edge.pid, edge.tid, round((edge.ts - zero) * 1000))
-    for number, at in sides["f"].items():
-        before = ends.get(sides["s"].get(number), ())
-        for one in begins.get(at, ()):
+    begins = grouped(((one.track, one.start), one) for one in work)
+    ends = grouped(((one.track, one.end), one) for one in work)
+    for source, target in _arrows(edges, zero):
+        before = ends.get(source, ())
+        for one in begins.get(target, ()):
             one.after = (*one.after, *(other for other in before if other is not one))
+
+
+def _arrows(events: list[Event], zero: int) -> Iterator[tuple[tuple, tuple]]:
+    """Yield the two ends of each flow, each by thread and time."""
+    sides: dict[str, dict] = {"s": {}, "f": {}}
+    for event in events:
+        if event.ph in sides and event.id is not None and is_time(event.ts):
+            sides[event.ph][event.id] = (event.pid, event.tid), _ns(event, zero)
+    return ((sides["s"][id], target) for id, target in sides["f"].items() if id in sides["s"])
+
+
+def _ns(event: Event, zero: int) -> int:
+    return round((event.ts - zero) * 1000)
 
 
 class _SyncArgs(msgspec.Struct):
@@ -537,44 +507,26 @@ COUNTED_DEVICE = re.compile(r"GPU (\d+) Counters")
 
 def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
     """Return the samples of each counter. Kineto names counters in arguments, the newer collector by events."""
-    taken: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    taken = grouped(())
     for event in events:
         named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
         device = int(named[1]) if named else event.pid
-        args = decoded(event.args)
-        if type(device) is not int or not isinstance(args, dict) or not is_time(event.ts):
+        if type(device) is not int or not is_time(event.ts):
             continue
-        time = round((event.ts - zero) * 1000)
-        for name, value in args.items():
+        for name, value in _args(event).items():
             if type(value) in (int, float) and math.isfinite(value):
-                taken.setdefault((device, name or event.name), []).append((time, float(value)))
-    found = {}
-    for key, samples in taken.items():
-        samples.sort()
-        found[key] = Samples([time for time, _ in samples], [value for _, value in samples])
-    return found
+                taken[device, name or event.name].append((_ns(event, zero), float(value)))
+    return {key: Samples(*map(list, zip(*sorted(samples), strict=True))) for key, samples in taken.items()}
 
 
-def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:
+def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
     found = []
     for event in events:
-        args = decoded(event.args)
-        if not isinstance(args, dict) or not is_time(event.ts):
-            continue
+        args = _args(event)
         size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
-        if type(size) is type(total) is type(device) is int and abs(total) < 2**60:
-            time = round((event.ts - zero) * 1000)
-            found.append(Memory(time, (event.pid, event.tid), size, total, device))
+        if is_time(event.ts) and type(size) is type(total) is type(device) is int and abs(total) < 2**60:
+            found.append(slices.Memory(_ns(event, zero), (event.pid, event.tid), size, total, device))
     return tuple(sorted(found, key=lambda one: one.time))
-
-
-def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
-    """Return the forward op of each backward op, both by thread and start, from autograd's flow events."""
-    ends: dict[str, dict] = {"s": {}, "f": {}}
-    for flow in flows:
-        if flow.ph in ends and flow.id is not None and is_time(flow.ts):
-            ends[flow.ph][flow.id] = (flow.pid, flow.tid), round((flow.ts - zero) * 1000)
-    return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
 
 def _as_slices(marks: Marks) -> list[Op]:
@@ -596,8 +548,7 @@ def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[St
         index = bisect.bisect_right(starts, time) - 1
         return index if index >= 0 and time < ends[index] else None
 
-    in_step: list[list[Op]] = [[] for _ in marks]
-    outside = []
+    in_step, outside = grouped(()), []
     for root in roots:
         # What encloses a step (an annotation around the loop) starts before it: look inside.
         tops = [root]
@@ -610,14 +561,10 @@ def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[St
                 tops.extend(reversed(top.children))
             else:
                 outside.append(top)
-    launched: list[list[Work]] = [[] for _ in marks]
-    for one in work:
-        index = number(one.launch.start) if one.launch is not None else None
-        if index is not None:
-            launched[index].append(one)
+    launched = grouped((number(one.launch.start), one) for one in work if one.launch is not None)
     steps = (
-        Step(mark.name, mark.start, mark.end, tuple(inside), tuple(done))
-        for mark, inside, done in zip(marks, in_step, launched, strict=True)
+        Step(mark.name, mark.start, mark.end, tuple(in_step[place]), tuple(launched[place]))
+        for place, mark in enumerate(marks)
     )
     return tuple(steps), tuple(outside)
 
@@ -643,8 +590,7 @@ def _names_of_processes(events: list[Event | None]) -> Iterator[str]:
     """Yield the names and labels that the file gives to processes, among which profilers list devices."""
     for event in events:
         if event is not None and event.ph == "M" and event.name in ("process_name", "process_labels"):
-            args = decoded(event.args)
-            yield from map(str, args.values() if isinstance(args, dict) else ())
+            yield from map(str, _args(event).values())
 
 
 # The name that torch.profiler.tensorboard_trace_handler gives a file if the program does not name it.
@@ -674,14 +620,9 @@ def _rank(found: object) -> Rank | None:
     return Rank(rank, size, tuple(_process_group(one) for one in listed if type(one.get("pg_size")) is int))
 
 
-def _process_group(found: dict) -> ProcessGroup:
+def _process_group(found: dict) -> slices.ProcessGroup:
     size, ranks = found["pg_size"], found.get("ranks")
-    known = (
-        isinstance(ranks, list) and len(ranks) == size and all(type(one) is int and 0 <= one < 2**31 for one in ranks)
-    )
-    return ProcessGroup(
-        name=str(found.get("pg_name", "")),
-        description=str(found.get("pg_desc", "")),
-        size=size,
-        ranks=tuple(ranks) if known else (),
-    )
+    listed = ranks if isinstance(ranks, list) and len(ranks) == size else ()
+    known = all(type(one) is int and 0 <= one < 2**31 for one in listed)
+    name, description = (str(found.get(key, "")) for key in ("pg_name", "pg_desc"))
+    return slices.ProcessGroup(name, description, size, tuple(listed) if known else ())

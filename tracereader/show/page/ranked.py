@@ -1,6 +1,7 @@
 """The figures of a page of one run's ranks: their steps side by side, and who waits for whom."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,25 +16,13 @@ from tracereader.replay import Refused
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
 from tracereader.show.ranks import rank_as_builtins
+from tracereader.trace.grouped import grouped
+from tracereader.trace.slices import Slice
 
 # With more ranks' parts in collectives than this, the timeline has the collectives of only one step.
 PARTS_DRAWN = 200_000
 # More bars side by side cannot be read. The heat map has all ranks and steps.
 RANKS_BESIDE, STEPS_BESIDE = 16, 12
-
-
-class _Slice(msgspec.Struct):
-    """A slice that the timeline draws for a rank. Times in ns."""
-
-    name: str
-    kind: str
-    start: int
-    dur: int
-    raw: bytes = b""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.dur
 
 
 def page(
@@ -105,29 +94,23 @@ def _heat(summary: RanksSummary) -> dict | None:
     """Return by rank and step the step's time, and the sum of the rank's waits in its collectives and messages."""
     if not summary.steps:
         return None
-    steps = {name: place for place, name in enumerate(summary.steps)}
-    times = {one.rank: [None] * len(summary.steps) for one in summary.ranks}
-    waits = {one.rank: [0.0] * len(summary.steps) for one in summary.ranks}
-    for one in summary.ranks:
-        for step in one.steps:
-            if step.name in steps:
-                times[one.rank][steps[step.name]] = round(step.us, 3)
-    communication = [*summary.matched, *summary.messages]
+    times = {(one.rank, step.name): round(step.us, 3) for one in summary.ranks for step in one.steps}
+    waits, communication = Counter(), [*summary.matched, *summary.messages]
     for one in communication:
-        place = steps.get(one.step)
         for rank, us in zip(one.ranks, one.waits_us, strict=True):
-            if place is not None:
-                waits[rank][place] += us
+            waits[rank, one.step] += us
+    ranks = [one.rank for one in summary.ranks]
+    waited = [[round(float(waits[rank, name]), 3) for name in summary.steps] for rank in ranks]
     return {
-        "ranks": list(times),
-        "us": list(times.values()),
-        "waited_us": [[round(us, 3) for us in some] for some in waits.values()] if communication else None,
+        "ranks": ranks,
+        "us": [[times.get((rank, name)) for name in summary.steps] for rank in ranks],
+        "waited_us": waited if communication else None,
     }
 
 
 def _rows(
     summary: RanksSummary, traces: Sequence[RankTrace], lanes: dict, collectives: Sequence[Collective]
-) -> dict[int, list[tuple[_Slice, int]]]:
+) -> dict[int, list[tuple[Slice, int]]]:
     """Return the slices by rank on the common clock.
 
     They are the compute of the drawn step, below it the collectives and receives, and below these the sends, which may
@@ -135,22 +118,16 @@ def _rows(
     """
     ahead = {rank: round(us * 1000) for rank, us in summary.clocks.ahead_us.items()}
     origin = min((one.start - ahead[one.rank] for one in traces if one.rank in lanes), default=0)
-    found: dict[int, list[tuple[_Slice, int]]] = {one.rank: [] for one in summary.ranks}
-    for rank, rows in found.items():
-        off = ahead[rank] + origin
-        rows += [
-            (_Slice(name or "compute", "phase", start - off, end - start), 0)
-            for start, end, name in (lanes[rank].pieces if rank in lanes else ())
-        ]
+    found: dict[int, list[tuple[Slice, int]]] = {one.rank: [] for one in summary.ranks}
+    for rank, lane in lanes.items():
+        for start, end, name in lane.pieces if rank in found else ():
+            at = start - ahead[rank] - origin
+            found[rank].append((Slice(name or "compute", "phase", at, end - start, (), b""), 0))
     for one in collectives:
         told = {
-            "collective": one.kind,
-            "group": one.group,
-            "step": one.step,
-            "bytes": one.bytes,
-            "last to arrive": f"rank {one.last}",
-            "bus GB/s": one.bus_gb_s,
-        }
+            "collective": one.kind, "group": one.group, "step": one.step, "bytes": one.bytes,
+            "last to arrive": f"rank {one.last}", "bus GB/s": one.bus_gb_s,
+        }  # fmt: skip
         told = {name: value for name, value in told.items() if value is not None}
         for rank, *times in zip(one.ranks, one.starts_us, one.waits_us, one.took_us, strict=True):
             start, waited, took = (round(us * 1000) for us in times)
@@ -158,23 +135,18 @@ def _rows(
             sends = one.kind == "send" and rank == one.ranks[0]
             name, depth = "receive" if one.kind == "send" and not sends else one.kind, 2 if sends else 1
             if waited > 0:
-                found[rank].append((_Slice(f"waits for rank {one.last}", "wait", start, waited, raw), depth))
-            found[rank].append((_Slice(name, "collective", start + waited, max(0, took - waited), raw), depth))
+                found[rank].append((Slice(f"waits for rank {one.last}", "wait", start, waited, (), raw), depth))
+            found[rank].append((Slice(name, "collective", start + waited, max(0, took - waited), (), raw), depth))
     return {rank: sorted(rows, key=lambda row: row[0].start) for rank, rows in found.items()}
 
 
 def _steps(names: Sequence[str], collectives: Sequence[Collective], rows: dict, lanes: dict, zero: int) -> list[dict]:
     """Return each step's start and end on the common clock, around its collectives and the drawn compute."""
-    edges: dict[str, tuple[int, int]] = {}
-    for rank, lane in lanes.items():
-        drawn = [one for one, _ in rows.get(rank, ()) if one.kind == "phase"]
-        if drawn:
-            start, end = min(one.start for one in drawn) - zero, max(one.end for one in drawn) - zero
-            before = edges.get(lane.step, (start, end))
-            edges[lane.step] = min(before[0], start), max(before[1], end)
+    slices = ((lane.step, one) for rank, lane in lanes.items() for one, _ in rows.get(rank, ()) if one.kind == "phase")
+    spans = [(step, (one.start, one.end)) for step, one in slices]
     for one in collectives:
-        start = round(min(one.starts_us) * 1000) - zero
-        end = round(max(a + b for a, b in zip(one.starts_us, one.took_us, strict=True)) * 1000) - zero
-        before = edges.get(one.step, (start, end))
-        edges[one.step] = min(before[0], start), max(before[1], end)
-    return [{"name": name, "start": edges[name][0], "end": edges[name][1]} for name in names if name in edges]
+        end = max(start + took for start, took in zip(one.starts_us, one.took_us, strict=True))
+        spans.append((one.step, (round(min(one.starts_us) * 1000), round(end * 1000))))
+    edges = {name: list(zip(*some, strict=True)) for name, some in grouped(spans).items()}
+    bounds = {name: (min(starts) - zero, max(ends) - zero) for name, (starts, ends) in edges.items()}
+    return [{"name": name, "start": bounds[name][0], "end": bounds[name][1]} for name in names if name in bounds]
