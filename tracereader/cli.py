@@ -11,16 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import (
-    BadInput,
-    OneLineParser,
-    RunFailed,
-    command,
-    is_url,
-    not_negative,
-    positive,
-    printable,
-)
+from tracereader.command import BadInput, OneLineParser, RunFailed, command, is_url, not_negative, positive, printable
 from tracereader.show import sections
 
 

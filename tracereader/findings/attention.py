@@ -130,11 +130,7 @@ def mask_remade(summary: Summary) -> Verdict:
     names = listed(name.removeprefix("aten::") for name in made.ops)
     build = "builds" if len(made.ops) == 1 else "build"
     seen = f"{names} {build} it {how_often(made.times)} per step: {duration(made.cpu_us)} of CPU time{gpu}"
-    return Verdict(
-        made.steps == len(summary.steps),
-        seen,
-        f"in {made.steps} of {len(summary.steps)} steps",
-    )
+    return Verdict(made.steps == len(summary.steps), seen, f"in {made.steps} of {len(summary.steps)} steps")
 
 
 @finding(

@@ -23,10 +23,7 @@ def _word(one: GpuWork) -> str:
     return one.name_says.get("does", one.family).split(",")[0]
 
 
-@finding(
-    predicts=lambda *words: f"{activities(len(words))} per step: {', '.join(words)}",
-    needs_gpu=True,
-)
+@finding(predicts=lambda *words: f"{activities(len(words))} per step: {', '.join(words)}", needs_gpu=True)
 def gpu_does(summary: Summary, *words: str) -> Verdict:
     """Judge the order of a step's GPU activities.
 

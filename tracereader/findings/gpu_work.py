@@ -326,10 +326,7 @@ def graph_replay_without_copies(summary: Summary) -> Verdict:
 def graph_replay(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
     launches = summary.graph_launches
-    return Verdict(
-        bool(replayed),
-        f"{activities(len(replayed))} from {counted(launches, 'launch', 'launches')}",
-    )
+    return Verdict(bool(replayed), f"{activities(len(replayed))} from {counted(launches, 'launch', 'launches')}")
 
 
 @finding(

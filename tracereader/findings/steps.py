@@ -732,8 +732,7 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
     calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
     # A launch alone takes 5 µs.
     return Verdict(
-        us > 5,
-        f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}",
+        us > 5, f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}"
     )
 
 

@@ -13,16 +13,7 @@ from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import warnings
-from tracereader.show.text import (
-    LEAST_NAME,
-    Name,
-    console,
-    paragraph,
-    percent,
-    plain,
-    print_columns,
-    printable,
-)
+from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
@@ -44,10 +35,7 @@ def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportun
 
 
 def side_by_side(
-    summaries: Sequence[Summary],
-    view: View,
-    previous: bool = False,
-    proposed: Sequence[Sequence[Opportunity]] = (),
+    summaries: Sequence[Summary], view: View, previous: bool = False, proposed: Sequence[Sequence[Opportunity]] = ()
 ) -> None:
     """Print several runs, each compared with the first, or with the one before it.
 

@@ -42,11 +42,7 @@ ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
 def draw(
-    step: Step,
-    width: int,
-    glyphs: Glyphs,
-    marks: Sequence[Mark] = (),
-    layers: Mapping[int, str] = MappingProxyType({}),
+    step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = (), layers: Mapping[int, str] = MappingProxyType({})
 ) -> list[str]:
     """Return the lines of the picture, at most `width` columns wide. Step marks have the last row for themselves.
 

@@ -53,11 +53,7 @@ MUCH_BEFORE = 0.02
 
 
 def opened(
-    paths: Sequence[Path],
-    view: View,
-    limit: int = DEFAULT_LIMIT,
-    forced: bool = True,
-    executor: Executor | None = None,
+    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True, executor: Executor | None = None
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
     """Return the summary of the ranks, and the data kept of each trace. Raises BadInput.
 

@@ -27,17 +27,7 @@ from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show import (
-    chain,
-    counters,
-    inside,
-    lanes,
-    predictions,
-    repeats,
-    training,
-    warnings,
-    work,
-)
+from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import communication as collectives
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
@@ -166,10 +156,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("names", lambda: work.names(out, summary, view)),
         ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
         ("counters", lambda: counters.show(out, summary, view)),
-        (
-            "series",
-            lambda: series_of.show(out, over_steps, names, view, ascii_only(out), by_script),
-        ),
+        ("series", lambda: series_of.show(out, over_steps, names, view, ascii_only(out), by_script)),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]

@@ -327,13 +327,7 @@ def pieces(summary: Summary) -> list[dict]:
 
 def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], step: str) -> dict:
     """Return the description of the timeline's columns, completed with decoded names and details of GPU activities."""
-    return {
-        **slices,
-        "decoded": decoded,
-        "shown": labels(decoded, NAME_IN_A_SLICE),
-        "pieces": pieces,
-        "step": step,
-    }
+    return {**slices, "decoded": decoded, "shown": labels(decoded, NAME_IN_A_SLICE), "pieces": pieces, "step": step}
 
 
 def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
