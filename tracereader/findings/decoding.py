@@ -138,13 +138,13 @@ def _rows(summary: Summary) -> int | None:
 @finding(
     GPU,
     "identical launches in every step, and the GPU waits for them",
-    "A CUDA graph replays them with one launch (torch.cuda.graph, or torch.compile with reduce-overhead), as long as "
-    "shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains.",
     needs_gpu=True,
     change="cuda_graph",
     needs=CUDA_OR_HIP,
 )
 def graph_would_do(summary: Summary) -> Verdict:
+    """A CUDA graph replays them with one launch (torch.cuda.graph, or torch.compile with reduce-overhead), as long as
+    shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains."""
     step = summary.chosen
     graphs = any(one.from_graph for one in summary.gpu_work)
     peers = any(one.family == "communication" for one in summary.gpu_work)
@@ -180,15 +180,10 @@ def _launches_after_a_wait(summary: Summary) -> bool:
     return False
 
 
-@finding(
-    GPU,
-    "keys and values expanded in memory before attention",
-    "Grouped-query attention copies each key head once per query head. Attention can take the keys and "
-    "values without copies (enable_gqa=True).",
-    needs_gpu=True,
-    change="shared_keys",
-)
+@finding(GPU, "keys and values expanded in memory before attention", needs_gpu=True, change="shared_keys")
 def expanded_keys(summary: Summary) -> Verdict:
+    """Grouped-query attention copies each key head once per query head. Attention can take the keys and values without
+    copies (enable_gqa=True)."""
     found = summary.llm.unneeded.expanded
     if found is None:
         return Verdict(False, "")
@@ -197,27 +192,17 @@ def expanded_keys(summary: Summary) -> Verdict:
     return _verdict(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
 
 
-@finding(
-    GPU,
-    "casts with a kernel of their own",
-    "Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels.",
-    needs_gpu=True,
-    change="fuse_pointwise",
-)
+@finding(GPU, "casts with a kernel of their own", needs_gpu=True, change="fuse_pointwise")
 def casts_alone(summary: Summary) -> Verdict:
+    """Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels."""
     found = summary.llm.unneeded.casts
     return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
 
 
-@finding(
-    GPU,
-    "weights cast in every step",
-    "torch.autocast casts each weight once per step. In inference, convert the model once instead. In training the "
-    "weights change in every step, and the casts are needed.",
-    needs_gpu=True,
-    change="cast_weights",
-)
+@finding(GPU, "weights cast in every step", needs_gpu=True, change="cast_weights")
 def weights_cast(summary: Summary) -> Verdict:
+    """torch.autocast casts each weight once per step. In inference, convert the model once instead. In training the
+    weights change in every step, and the casts are needed."""
     found = summary.llm.unneeded.weight_casts
     if found is None:
         return Verdict(False, "")
@@ -235,15 +220,10 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     return Verdict(much > SMALLEST_SHARE * whole, seen)
 
 
-@finding(
-    GPU,
-    "attention over the empty part of a static cache",
-    "The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at "
-    "the last key.",
-    needs_gpu=True,
-    change="shorter_cache",
-)
+@finding(GPU, "attention over the empty part of a static cache", needs_gpu=True, change="shorter_cache")
 def empty_cache(summary: Summary) -> Verdict:
+    """The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at the
+    last key."""
     filled, attending = filled_part(summary)
     if filled is None:
         return Verdict(False, "")
@@ -271,14 +251,9 @@ def filled_part(summary: Summary) -> tuple[float | None, list[GpuWork]]:
     return filled, attending
 
 
-@finding(
-    GPU,
-    "logits of every token in prefill",
-    "Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1).",
-    needs_gpu=True,
-    change="last_logits",
-)
+@finding(GPU, "logits of every token in prefill", needs_gpu=True, change="last_logits")
 def logits_of_all(summary: Summary) -> Verdict:
+    """Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1)."""
     head, _ = head_of_all(summary)
     if head is None:
         return Verdict(False, "")
@@ -307,15 +282,10 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
     return head, needed
 
 
-@finding(
-    GPU,
-    "matrix products of few rows, which mostly read weights",
-    "Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more "
-    "tokens, and smaller dtypes read fewer bytes.",
-    needs_gpu=True,
-    change="larger_batch",
-)
+@finding(GPU, "matrix products of few rows, which mostly read weights", needs_gpu=True, change="larger_batch")
 def reads_weights(summary: Summary) -> Verdict:
+    """Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more
+    tokens, and smaller dtypes read fewer bytes."""
     found = next(iter(summary.llm.weight_reads), None)
     total = summary.summed_us
     if found is None or found.us <= MUCH_READING * total:

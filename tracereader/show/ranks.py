@@ -21,20 +21,10 @@ from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.replay import Refused
 from tracereader.show import lanes, opportunities
+from tracereader.show import text as formats
 from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
-from tracereader.show.text import (
-    Name,
-    capitalized,
-    console,
-    paragraph,
-    percent,
-    plain,
-    print_columns,
-    shown_path,
-    strict_json,
-    table_width,
-)
+from tracereader.show.text import Name, paragraph, plain, print_columns
 from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -141,7 +131,7 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
         kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
         left_out = {key for keys in SECTION_KEYS.values() for key in keys} - kept
         document = {key: value for key, value in document.items() if key not in left_out}
-    return strict_json(document)
+    return formats.strict_json(document)
 
 
 def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limit: int = DEFAULT_LIMIT) -> None:
@@ -162,7 +152,7 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
         "work": lambda out: _communication_of(out, summary, view),
         "lanes": lambda out: _lanes(out, summary, traces, view),
     }
-    out = console()
+    out = formats.console()
     paragraph(out, _header(summary), rest="  ")
     for number, name in enumerate(wanted):
         if number or name != "short":
@@ -199,7 +189,10 @@ def _try_first(out: Console, summary: RanksSummary, view: View, limit: int) -> N
 def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
     if view.rank is None and (found := findings.regime(summary)):
         word, told = found
-        sentences = [f"[bold]{plain(capitalized(word))}[/bold]", *(plain(capitalized(one)) for one in told.split("; "))]
+        sentences = [
+            f"[bold]{plain(formats.capitalized(word))}[/bold]",
+            *(plain(formats.capitalized(one)) for one in told.split("; ")),
+        ]
         paragraph(out, " ".join(f"{one}." for one in sentences))
     told = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
     for number, line in enumerate(told):
@@ -254,7 +247,7 @@ def left_out(summary: RanksSummary) -> list[str]:
         them = "it" if len(summary.missing) == 1 else "them"
         found.append(f"missing: {missing}; who waits for {them} is not known")
     for path, why in list(summary.not_read.items())[:5]:
-        shown = path if is_url(path) else shown_path(Path(path))
+        shown = path if is_url(path) else formats.shown_path(Path(path))
         found.append(f"left out: {shown}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
@@ -457,7 +450,7 @@ def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], se
         if head not in OPTIONAL or any(row[number] not in ("0", "0.0", "–") for row in rows)
     ]  # fmt: skip
     tables = [kept]
-    if second and table_width([[row[at] for at in kept] for row in (heads, *rows)]) > out.width:
+    if second and formats.table_width([[row[at] for at in kept] for row in (heads, *rows)]) > out.width:
         waits = [at for at in kept if heads[at] in ON_WAITS]
         tables = [[at for at in kept if at not in waits], [0, *waits]]
     for number, columns in enumerate(tables):
@@ -541,7 +534,7 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
             duration(one.longest_wait_us),
             duration(one.transfer_us),
             _rate(one.bus_gb_s),
-            percent(one.of_best),
+            formats.percent(one.of_best),
         )
         for one in shown
     ]

@@ -33,24 +33,9 @@ from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
+from tracereader.show import text as formats
 from tracereader.show.sections import SECTIONS
-from tracereader.show.text import (
-    Name,
-    Unit,
-    ascii_only,
-    capitalized,
-    console,
-    head,
-    kernel_labels,
-    paragraph,
-    percent,
-    plain,
-    print_columns,
-    print_whole,
-    sharing,
-    shown_path,
-    unit_of,
-)
+from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
 from tracereader.show.view import View, others
 from tracereader.trace import STEP, Step, Trace, TraceError
 from tracereader.trace.capture import read_with_captures
@@ -125,7 +110,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     known = summary.unprofiled_step_us is not None
     names, by_script = [one.name for one in summary.kernels], bool(summary.source.facts.script)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
-    out = console()
+    out = formats.console()
     # The order of the report. A section that appears twice has its answer above and its evidence below.
     # Few changes are known for a program without a GPU, so it is no answer that there are none.
     proposes = changes and not isinstance(changes, Refused)
@@ -146,7 +131,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("short", lambda: view.brief or collectives.show(out, summary, view)),
-        ("training", lambda: training.show(out, summary, view, ascii_only(out))),
+        ("training", lambda: training.show(out, summary, view, formats.ascii_only(out))),
         ("table", lambda: table_of_torch.show(out, profiler_table(trace), names, len(trace.steps), view)),
         ("repeats", lambda: repeats.table(out, summary)),
         ("kernels", lambda: _kernels(out, summary, view)),
@@ -156,7 +141,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("names", lambda: work.names(out, summary, view)),
         ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
         ("counters", lambda: counters.show(out, summary, view)),
-        ("series", lambda: series_of.show(out, over_steps, names, view, ascii_only(out), by_script)),
+        ("series", lambda: series_of.show(out, over_steps, names, view, formats.ascii_only(out), by_script)),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
@@ -177,7 +162,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         out.print(f"{name}: not in this trace{why}")
     if view.brief and view.usual:
         out.print()
-        print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
+        formats.print_whole(out, f"uv run read-trace {formats.shown_path(trace.path)}", "more:", first=False)
     elif view.usual:
         out.print()
         out.print("more: --all shows every section and row; --only patterns explains each pattern")
@@ -337,7 +322,7 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     print_columns(out, (title, unit.name, share), cells, section="gpu")
 
 
-def _unit_of_the_step(summary: Summary) -> Unit:
+def _unit_of_the_step(summary: Summary) -> formats.Unit:
     """Return the unit that the tables of a step's time share."""
     return unit_of([summary.recorded_step_us], ms_from=1e3)
 
@@ -434,7 +419,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
     shown, rest = view.parted(places)
     gpu_us = [*(one.gpu_us for one in shown), sum(one.gpu_us for one in rest)]
     cpu_us = [one.cpu_us for one in shown]
-    gpu, cpu = sharing(unit_of([*gpu_us, *cpu_us]).name, (gpu_us, cpu_us))
+    gpu, cpu = formats.sharing(unit_of([*gpu_us, *cpu_us]).name, (gpu_us, cpu_us))
     on_cpu = any(one.cpu_us is not None for one in places)
     named = labels([one.name for one in shown], 50)
     rows = [(Name(named[one.name]), gpu(one.gpu_us), f"{one.pieces:,}", *[cpu(one.cpu_us)] * on_cpu) for one in shown]
@@ -447,7 +432,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     shown, rest = view.parted(summary.kernels)
     room = out.width >= WIDE or not view.usual  # without room, names matter more than the ops that launch them
-    named = kernel_labels(one.name for one in summary.kernels)
+    named = formats.kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.asked_by for one in shown], 28)
     total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
     each = unit_of([one.mean_us for one in shown])
@@ -542,7 +527,7 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     # A step far longer than the others is shown in ms, although the others would fit µs.
     stands_out = max(us for column in columns for us in column if us is not None) >= LONG_US
     name = "ms" if stands_out and unit_name == "µs" else unit_name
-    unit = dict(zip(keys, sharing(name, columns), strict=True))
+    unit = dict(zip(keys, formats.sharing(name, columns), strict=True))
 
     def row(name: str, of: Callable[[str], float | None]) -> list[str]:
         cells = [name, unit["cpu_us"](of("cpu_us")), unit["label_to_first_op_us"](of("label_to_first_op_us"))]
@@ -594,7 +579,7 @@ def _reason(why: str, above: str) -> str:
 
 def lane_glyphs(out: Console) -> lanes.Glyphs:
     """Return the characters that draw lanes on this terminal."""
-    return lanes.ASCII if ascii_only(out) else lanes.UNICODE
+    return lanes.ASCII if formats.ascii_only(out) else lanes.UNICODE
 
 
 def lanes_wanted(view: View) -> bool:
@@ -639,7 +624,7 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
 
 def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
     """Print the user's guesses. given: the record of each prediction, and whether the user said yes."""
-    out = console()
+    out = formats.console()
     out.print()
     out.print("[bold]your guesses[/bold]")
     words = {True: "yes", False: "no", None: "cannot decide"}

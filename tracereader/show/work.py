@@ -10,18 +10,8 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
 from tracereader.findings.finding import ROOFS, duration, size
 from tracereader.show import repeats
-from tracereader.show.text import (
-    Name,
-    head,
-    kernel_labels,
-    operations,
-    paragraph,
-    plain,
-    print_columns,
-    rate,
-    sharing,
-    unit_of,
-)
+from tracereader.show import text as formats
+from tracereader.show.text import Name, paragraph, plain, print_columns, rate
 from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
@@ -35,8 +25,8 @@ def show(out: Console, summary: Summary, view: View) -> None:
     listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
     shown, rest = (listed, ()) if folded else view.parted(listed, LINES_SHOWN)
     times = [row.work.us for row in listed if row.work]
-    (unit,) = sharing(unit_of(times).name, [times])
-    named = kernel_labels(one.name for one in summary.kernels)
+    (unit,) = formats.sharing(formats.unit_of(times).name, [times])
+    named = formats.kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.work.asked_by for one in shown if one.work], 28)
     rows = []
     for row in shown:
@@ -94,10 +84,10 @@ def names(out: Console, summary: Summary, view: View) -> None:
     brief = view.usual and (
         len(said) > SEVERAL or not summary.source.facts.script
     )  # one size of each, and no occupancy
-    out.print(head("details from the kernels' names", "names"))
+    out.print(formats.head("details from the kernels' names", "names"))
     costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
     shown, rest = view.parted(costliest)
-    named = kernel_labels((one.name for one in summary.kernels), out.width - 4)
+    named = formats.kernel_labels((one.name for one in summary.kernels), out.width - 4)
     for (name, _), same in shown:
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(named[name])}")
@@ -129,7 +119,8 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif conv := one.convolution:
             found[(*conv.data, *conv.filter)] = (
                 f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
-                f"{operations(conv.flops)}" + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
+                f"{formats.operations(conv.flops)}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
             )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved{_speed(one)}"
@@ -143,14 +134,14 @@ def _speed(one: GpuWork) -> str:
 
 def product_in_words(shape: Product) -> str:
     batch = f"{shape.batch} x " if shape.batch > 1 else ""
-    return f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {operations(shape.flops)}"
+    return f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {formats.operations(shape.flops)}"
 
 
 def attention_in_words(shape: Attention) -> str:
     shared = f", {shape.kv_heads} of keys and values" if shape.kv_heads != shape.heads else ""
     return (
         f"batch {shape.batch} · heads {shape.heads}{shared} · {shape.queries} queries · {shape.keys} keys · head size "
-        f"{shape.head_size}, {operations(shape.flops)} {MASKS[shape.causal]}"
+        f"{shape.head_size}, {formats.operations(shape.flops)} {MASKS[shape.causal]}"
     )
 
 
