@@ -217,13 +217,9 @@ def low_occupancy(summary: Summary) -> Verdict:
     seen = f"{short(one.name)}: at most {limit}{by}"
     if one.occupancy.not_estimated:
         seen += " (the profiler's 0% is no estimate)"
-    return Verdict(one.occupancy.limit < LOW, seen + _its_rate(one))
-
-
-def _its_rate(one: GpuWork) -> str:
-    if one.of_roof is None:
-        return ""
-    return f"; it reaches {one.of_roof:.0%} of the {words.ROOFS[one.roof][0]}"
+    if one.of_roof is not None:
+        seen += f"; it reaches {one.of_roof:.0%} of the {words.ROOFS[one.roof][0]}"
+    return Verdict(one.occupancy.limit < LOW, seen)
 
 
 @finding(

@@ -53,8 +53,7 @@ def in_words(summary: Summary) -> list[str]:
 
 
 def _roof(found: Decoding) -> str:
-    """Return the sentence on the roofline: the longer of reading and arithmetic, or reading only if the arithmetic is
-    not known."""
+    """Return the sentence on the roofline: the longer of reading and arithmetic, if the latter is known."""
     facts, least = found.facts, found.least_us
     read = f"reading the weights ({size(facts.weight_bytes)})"
     if facts.cache_bytes:
@@ -118,10 +117,7 @@ def _attention(summary: Summary) -> list[str]:
 
 
 def _alone_us(summary: Summary, family: str) -> float | None:
-    """Return the time (µs) of all work of this family; None if some of it ran beside other work.
-
-    The sum of such times exceeds the time that the work takes together.
-    """
+    """Return the time (µs) of all work of this family; None if some overlaps, so that its times do not add up."""
     mine = [one for one in summary.gpu_work if one.family == family]
     return sum(one.us for one in mine) if all(one.ran_alone for one in mine) else None
 
@@ -148,11 +144,14 @@ def graph_would_do(summary: Summary) -> Verdict:
     step = summary.chosen
     graphs = any(one.from_graph for one in summary.gpu_work)
     peers = any(one.family == "communication" for one in summary.gpu_work)
+    waits = Counter()
+    for name, us in summary.idle_in.items():
+        waits["Python" if is_python(name) else name] += us
     if (
         summary.waits_for != "overhead"
         or not summary.llm.same_in_all_steps
         or step.launches < MANY_LAUNCHES
-        or _longest_wait(summary) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
+        or max(waits.values(), default=0.0) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
@@ -162,12 +161,6 @@ def graph_would_do(summary: Summary) -> Verdict:
         f"{step.launches:,} launches in each of {steps} steps, none of them after a "
         f"synchronization; the GPU is busy for {duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
     )
-
-
-def _longest_wait(summary: Summary) -> float:
-    """Return the GPU's longest idle time (µs) in one kind of call, or in Python."""
-    in_python = sum(us for name, us in summary.idle_in.items() if is_python(name))
-    return max(in_python, max((us for name, us in summary.idle_in.items() if not is_python(name)), default=0.0))
 
 
 def _launches_after_a_wait(summary: Summary) -> bool:

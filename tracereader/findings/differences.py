@@ -80,10 +80,7 @@ def _inputs(first: Side, other: Side) -> list[str]:
 
 
 def _graphs(first: Side, other: Side) -> list[str]:
-    """Return a sentence if two compiled runs called graphs with different hashes.
-
-    The sentence gives no reason, because torch's version and settings are part of the hash.
-    """
+    """Return a sentence on other hashes of graphs, without a reason: torch's version and settings are part of them."""
     found = compare.graphs(first, other)
     if found is None:
         return []

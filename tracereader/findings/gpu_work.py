@@ -53,18 +53,15 @@ def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
 def occupancy_asked_once(summary: Summary) -> Verdict:
     asking = [step for step in summary.steps if step.occupancy_queries]
     if not asking:
-        return Verdict(True, f"none in {_span(summary)}: any query came before the recorded steps")
+        first, last = summary.steps[0].number, summary.steps[-1].number
+        span = f"steps {first} to {last}" if first != last else first
+        return Verdict(True, f"none in {span}: any query came before the recorded steps")
     first = asking[0]
     seen = f"{counted(first.occupancy_queries, 'query', 'queries')} in step {first.number}"
     if len(asking) > 1:
         why_not = "the library asks at each launch"
         return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", why_not)
     return Verdict(True, f"{seen}, none in the others")
-
-
-def _span(summary: Summary) -> str:
-    first, last = summary.steps[0].number, summary.steps[-1].number
-    return f"steps {first} to {last}" if first != last else first
 
 
 @finding(CPU, "an occupancy query before a launch", needs_gpu=True, teaches=True)

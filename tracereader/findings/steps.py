@@ -70,6 +70,12 @@ MUCH_SLOWER = 5
 ALIKE_SPREAD = 3
 
 
+def parts_besides_compute(gpu: GpuTime) -> dict[str, float]:
+    """Return the times (µs) of PARTS."""
+    busy = {"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us}
+    return busy | {key: getattr(gpu, f"idle_{key}_us") for key in PARTS if key not in busy}
+
+
 def regime(summary: Summary) -> str:
     """Return the regime as one of WORDS, or that no GPU activity was recorded."""
     return without_activity(summary) if summary.waits_for == "cpu-only" else WORDS[summary.waits_for]
@@ -209,11 +215,7 @@ def reached(work: Sequence[GpuWork | CpuWork]) -> float:
 
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
-    """Return what limits a step without GPU work, and a sentence with the figures.
-
-    compute or memory need the best rates that a run measured on its machine. outside means that much of the step is
-    outside of recorded ops. Otherwise it is cpu-only.
-    """
+    """Return what limits a step without GPU work, and a sentence with the figures. outside: of all recorded ops."""
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
     for one in summary.cpu.work:
         if one.of_roof is not None:
@@ -373,10 +375,7 @@ def bound_by(summary: Summary) -> str:
 
 
 def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
-    """Return a clause on the family with most of the GPU's busy time. Overlapping time counts once.
-
-    work: the GPU work of a step, by which the clause says which kind of copies most are.
-    """
+    """Return a clause on the family with most of the GPU's busy time; of copies, on the kind of most in `work`."""
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]

@@ -14,6 +14,7 @@ import threading
 import webbrowser
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 
 from tracereader.interrupts import raised
@@ -27,42 +28,6 @@ ORIGIN = "https://ui.perfetto.dev"
 TIMEOUT_S = 600
 ANSWER_S = 60
 LATER_S = 5  # the page gives up before that, and says so
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title>
-<style>
-body { font: 16px system-ui; max-width: 40em; margin: 4em auto; padding: 0 1em }
-button { font: inherit; padding: .6em 1.2em }
-</style>
-</head><body>
-<h1>__TITLE__</h1>
-<p>The trace is on your machine and stays there: this page gives it to the Perfetto tab that it opens.</p>
-<p><button id="open">Open in Perfetto</button> <span id="state"></span></p>
-<script nonce="__NONCE__">
-const say = text => { document.getElementById("state").textContent = text; };
-document.getElementById("open").onclick = async () => {
-  const perfetto = window.open("__ORIGIN__");
-  if (!perfetto) { say("The browser blocked the new tab: allow it for this page, and click again."); return; }
-  say("reading the trace …");
-  const buffer = await (await fetch("trace")).arrayBuffer();
-  say("waiting for Perfetto …");
-  const ping = setInterval(() => perfetto.postMessage("PING", "__ORIGIN__"), 50);
-  const giveUp = setTimeout(async () => {
-    clearInterval(ping);
-    say("Perfetto did not answer within __ANSWER_S__ s. Does this browser reach __ORIGIN__?");
-    await fetch("unreachable", {method: "POST"});
-  }, 1000 * __ANSWER_S__);
-  window.addEventListener("message", async event => {
-    if (event.origin !== "__ORIGIN__" || event.data !== "PONG" || event.source !== perfetto) return;
-    clearInterval(ping);
-    clearTimeout(giveUp);
-    perfetto.postMessage({perfetto: {buffer, title: "__TITLE__", fileName: "__TITLE__"}}, "__ORIGIN__");
-    say("handed over; this tab can be closed.");
-    await fetch("done", {method: "POST"});
-  });
-};
-</script></body></html>
-"""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -104,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _page(self):
         nonce = secrets.token_urlsafe(16)
-        page = PAGE
+        page = (resources.files("tracereader.show") / "perfetto.html").read_text("utf-8")
         values = (("TITLE", self.server.title), ("NONCE", nonce), ("ORIGIN", self.server.perfetto))
         for word, value in (*values, ("ANSWER_S", f"{self.server.answer_s:g}")):
             page = page.replace(f"__{word}__", value)

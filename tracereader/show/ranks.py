@@ -303,9 +303,8 @@ def _lacking(summary: RanksSummary) -> str:
         steps = findings.listed([name.removeprefix(STEP[:-1]) for name in names], most=4)
         told.append(f"{_numbers(ranks, len(ranks))} {'has' if len(ranks) == 1 else 'have'} no {steps}")
     counted_steps = "only steps that all ranks have are counted" if summary.steps else "no step is common to all ranks"
-    return f"{counted_steps}: {'; '.join(told[:3])}" + (
-        f"; {len(told) - 3:,} more lack others" if len(told) > 3 else ""
-    )
+    more = f"; {len(told) - 3:,} more lack others" if len(told) > 3 else ""
+    return f"{counted_steps}: {'; '.join(told[:3])}{more}"
 
 
 def _numbers(ranks: Sequence[int], count: int) -> str:
@@ -365,10 +364,7 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _distribution(out: Console, summary: RanksSummary, shown: Sequence[RankFigures]) -> None:
-    """Print the minimum, the median and the maximum of each column as a row, and the rank that has the maximum.
-
-    shown: the ranks with a column of their own.
-    """
+    """Print the least, the median and the most of each figure and the rank with the most; `shown` have a column."""
     rows = []
     for head, of in COLUMNS.items():
         found = sorted((of(one), one.rank) for one in summary.ranks)
@@ -393,7 +389,7 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
     for name in names[: view.most(STEPS_SHOWN)]:
         for one in shown:
             step = next(step for step in one.steps if step.name == name)
-            rows.append((f"{name.removeprefix(STEP[:-1])} rank {one.rank}", *_times(step)))
+            rows.append((f"{name.removeprefix(STEP[:-1])} rank {one.rank}", *(_ms(figure(step)) for figure in FIGURES)))
     heads = ("step, ms", "time", "compute", "exposed", "hidden", "copies", "idle", "not launched")
     if not rows:
         out.print("[bold]steps[/bold]: none that all ranks have")
@@ -420,10 +416,7 @@ def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
 
 
 def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
-    """Return the longest phases that take more than a hundredth of a rank's step, in their order.
-
-    Return none if only the time outside the annotations is left, because that is the step itself.
-    """
+    """Return in order the longest phases of at least 1% of a step; none if only the time outside of them is left."""
     longest = {
         phase: max(findings.usual(summary, one, phase, FIGURES[0]) for one in summary.ranks)
         for phase in findings.phases(summary)
@@ -469,10 +462,6 @@ FIGURES = (
     lambda one: one.idle_us,
     lambda one: one.idle_not_launched_us,
 )
-
-
-def _times(one) -> list[str]:
-    return [_ms(figure(one)) for figure in FIGURES]
 
 
 def _communication_of(out: Console, summary: RanksSummary, view: View) -> None:
@@ -662,10 +651,7 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], vie
 
 
 def _communication(summary: RanksSummary, rank: int, step: str) -> list[tuple[int, int, str, bool]]:
-    """Return a rank's matched collectives and receives of one step, each as its wait and the rest.
-
-    Sends are left out, because they run beside them.
-    """
+    """Return a rank's collectives and receives of a step as waits and the rest. Sends run beside them."""
     found = []
     for one in (*summary.matched, *summary.messages):
         at = one.ranks.index(rank) if one.step == step and rank in one.ranks else None

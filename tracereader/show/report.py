@@ -120,14 +120,11 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("try", lambda: tries and try_first.show(out, changes, not view.usual, limit, known)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
-        ("short", lambda: _tokens(out, summary)),
+        ("short", lambda: [paragraph(out, plain(capitalized(one)), rest="  ") for one in decoding.in_words(summary)]),
         (ALWAYS, lambda: _notes(out, summary, view)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
-        (
-            "steps",
-            lambda: _steps(out, summary, view, predictions.evidence_against(predicted, summary) if view.brief else ""),
-        ),
+        ("steps", lambda: _steps(out, summary, view, predictions.evidence_against(predicted, summary) * view.brief)),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("short", lambda: view.brief or collectives.show(out, summary, view)),
@@ -264,17 +261,14 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     paragraph(out, " ".join(filter(None, sentences)))
 
 
-def _tokens(out: Console, summary: Summary) -> None:
-    """Print a language model's tokens per second, and its limit."""
-    for line in decoding.in_words(summary):
-        paragraph(out, plain(capitalized(line)), rest="  ")
-
-
 def _notes(out: Console, summary: Summary, view: View) -> None:
     """Print notes and warnings about the trace itself."""
     if summary.left_out:
-        first = plain(summary.left_out[0])
-        paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
+        first, other = summary.steps[0], "typical" if len(summary.steps) > 2 else "other"
+        first_use = ", which includes cold-start cost" * steps.paid_for_first_use(first)
+        told = f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
+        name = plain(summary.left_out[0])
+        paragraph(out, f"{name} is left out of every figure over all steps: {told}", rest="  ")
     busy = steps.busy_machine(summary)
     for text in steps.of_recording(summary):
         paragraph(out, plain(text), "[yellow]note[/yellow] ", " " * 5)
@@ -282,29 +276,13 @@ def _notes(out: Console, summary: Summary, view: View) -> None:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
-def _left_out_for(summary: Summary) -> str:
-    first = summary.steps[0]
-    other = "typical" if len(summary.steps) > 2 else "other"
-    first_use = ", which includes cold-start cost" * steps.paid_for_first_use(first)
-    return f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
-
-
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     """Print the GPU's time per step, as recorded, in rows that add up to it."""
     gpu, held = summary.steady, summary.steady_steps
     count = max(1, len(held))
-    names = {"copy": "copy kernels"}
-    rows = [
-        (f"compute: {names.get(family) or family_in_words(family)}", us) for family, us in gpu.compute_by_family.items()
-    ]
-    rows += [
-        (steps.PARTS["communication"], gpu.exposed_communication_us),
-        (steps.PARTS["copy"], gpu.exposed_copy_us),
-        (steps.PARTS["not_launched"], gpu.idle_not_launched_us),
-        (steps.PARTS["launched"], gpu.idle_launched_us),
-        (steps.PARTS["unknown"], gpu.idle_unknown_us),
-        (steps.PARTS["elsewhere"], gpu.idle_elsewhere_us),
-    ]
+    families = {family: family_in_words(family) for family in gpu.compute_by_family} | {"copy": "copy kernels"}
+    rows = [(f"compute: {families[family]}", us) for family, us in gpu.compute_by_family.items()]
+    rows += [(steps.PARTS[key], us) for key, us in steps.parts_besides_compute(gpu).items()]
     rows = sorted(((name, us / count) for name, us in rows if us), key=lambda row: -row[1])
     whole = sum(us for _, us in rows)
     shown, rest = view.parted(rows)
@@ -508,16 +486,12 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
 def _of_best(calls: Sequence[CpuWork]) -> str:
     """Return the share of the best rate that the run measured, which stands for a data sheet's peak."""
     roof, *other_roofs = {one.roof for one in calls}
-    if roof is None or other_roofs:
-        return ""
-    return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}"
+    known = roof is not None and not other_roofs
+    return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}" if known else ""
 
 
 def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
-    """Print each recorded step on both lanes; the steps after the first ones share a row of medians.
-
-    above: the earlier text of the report, whose reasons are not repeated.
-    """
+    """Print each step on both lanes; the last ones share medians. Reasons in the text `above` are not repeated."""
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
     gpu = summary.has_gpu_work
@@ -557,11 +531,10 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     longer = sorted((one for one in found if one.times_the_typical is not None), key=lambda one: -one.times_the_typical)
     for one in longer[:LONGER_EXPLAINED]:
         why = steps.cause(summary, one)
+        told = f": {plain(why)}" if why else "; the trace does not show why"
+        told = ", for the reason above" if why and why in above else told
         paragraph(
-            out,
-            f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step"
-            + (_reason(why, above) if why else "; the trace does not show why"),
-            rest="  ",
+            out, f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step{told}", rest="  "
         )
     if len(longer) > LONGER_EXPLAINED:
         out.print(f"* {counted(len(longer) - LONGER_EXPLAINED, 'other step')} took longer than the typical step, too")
@@ -571,10 +544,6 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
             legend += "; span: from the first GPU activity's start to the last one's end; "
             legend += "latency: from the first launch to the start of its kernel"
         paragraph(out, legend)
-
-
-def _reason(why: str, above: str) -> str:
-    return ", for the reason above" if why in above else f": {plain(why)}"
 
 
 def lane_glyphs(out: Console) -> lanes.Glyphs:
