@@ -226,14 +226,10 @@ def _costs(out: Console, summary: RanksSummary, view: View) -> None:
         return
     out.print()
     rows = [
-        (
-            Name(one.host),
-            f"{len(one.slow)} of {len(one.ranks)}",
-            _ms(one.more_us),
-            findings.HOST_SAYS.get(one.part, "no single reason"),
-        )
+        (Name(one.host), f"{len(one.slow)} of {len(one.ranks)}", _ms(one.more_us),
+         findings.HOST_SAYS.get(one.part, "no single reason"))
         for one in hosts[: view.most(COSTS_SHOWN)]
-    ]
+    ]  # fmt: skip
     print_columns(out, ("hosts with several slow ranks", "slow ranks", "longer, ms", "because"), rows)
     if len(rows) < len(hosts):
         out.print(f"{len(hosts) - len(rows):,} more hosts are not shown")
@@ -356,11 +352,8 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     few = len(shown) <= RANKS_SHOWN
     if few and summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
         told = ", ".join(f"rank {rank} {findings.ms(us)}" for rank, us in before.items())
-        said = (
-            f"the window's compute includes work launched before the first step, which is not part of these "
-            f"steps: {told}"
-        )
-        paragraph(out, said, "  ", "  ")
+        before_it = "work launched before the first step, which is not part of these steps"
+        paragraph(out, f"the window's compute includes {before_it}: {told}", "  ", "  ")
 
 
 def _distribution(out: Console, summary: RanksSummary, shown: Sequence[RankFigures]) -> None:
@@ -481,17 +474,10 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     kinds = findings.pair_kinds(summary)
     shown = kinds[: view.most(PAIRS_SHOWN)]
     rows = [
-        (
-            Name(one.name),
-            f"{one.pairs:,}",
-            size(one.bytes) if one.bytes else "–",
-            f"{one.messages:,}",
-            _ms(one.receiver_waited_us),
-            _ms(one.sender_waited_us),
-            _ms(one.transfer_us),
-        )
+        (Name(one.name), f"{one.pairs:,}", _size(one.bytes), f"{one.messages:,}", _ms(one.receiver_waited_us),
+         _ms(one.sender_waited_us), _ms(one.transfer_us))
         for one in shown
-    ]
+    ]  # fmt: skip
     heads = ("messages, ms", "pairs", "size", "count", "receiver waits", "sender waits", "transfer")
     print_columns(out, heads, rows)
     if len(shown) < len(kinds):
@@ -516,17 +502,10 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
         _groups(out, summary, view)
     shown = summary.kinds[: view.most(KINDS_SHOWN)]
     rows = [
-        (
-            one.kind + (f" of {one.size}" if one.size != summary.world_size else ""),
-            size(one.bytes) if one.bytes else "–",
-            f"{one.count:,}",
-            duration(one.longest_wait_us),
-            duration(one.transfer_us),
-            _rate(one.bus_gb_s),
-            formats.percent(one.of_best),
-        )
+        (_kind(summary, one.kind, one.size), _size(one.bytes), f"{one.count:,}", duration(one.longest_wait_us),
+         duration(one.transfer_us), _rate(one.bus_gb_s), formats.percent(one.of_best))
         for one in shown
-    ]
+    ]  # fmt: skip
     heads = ("collective, medians", "message", "count", "wait", "transfer", "bus GB/s", "of best")
     print_columns(out, heads, rows)
     if len(shown) < len(summary.kinds):
@@ -540,16 +519,10 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
     """Print the kinds of process groups, and the rank that each waits for most; with --all every group, too."""
     kinds = findings.group_kinds(summary)
     rows = [
-        (
-            Name(one.name),
-            f"{one.groups:,}",
-            f"{one.size:,}",
-            f"{one.collectives:,}",
-            _ms(one.waited_us),
-            _ms(one.transfer_us),
-        )
+        (Name(one.name), f"{one.groups:,}", f"{one.size:,}", f"{one.collectives:,}", _ms(one.waited_us),
+         _ms(one.transfer_us))
         for one in kinds
-    ]
+    ]  # fmt: skip
     heads = ("process groups", "groups", "ranks", "count", "wait, ms", "transfer, ms")
     print_columns(out, heads, rows)
     paragraph(out, "wait: of a rank, on average, per step; transfer: of a group, per step", "  ", "  ")
@@ -569,16 +542,10 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
     if not view.all:
         return
     rows = [
-        (
-            Name(f"ranks {_range(one.ranks)}" + (f" ({one.description})" if one.description else "")),
-            f"{one.collectives:,}",
-            _ms(one.waited_us),
-            f"{one.last}",
-            f"{one.times_last:,}",
-            _ms(one.for_last_us),
-        )
+        (Name(f"ranks {_range(one.ranks)}" + (f" ({one.description})" if one.description else "")),
+         f"{one.collectives:,}", _ms(one.waited_us), f"{one.last}", f"{one.times_last:,}", _ms(one.for_last_us))
         for one in summary.groups
-    ]
+    ]  # fmt: skip
     print_columns(out, ("process group", "count", "all waits, ms", "most for rank", "arrived last", "for it, ms"), rows)
     out.print()
 
@@ -588,6 +555,14 @@ def _range(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}–{ranks[-1]}"
     return findings.listed(ranks, most=4)
+
+
+def _kind(summary: RanksSummary, kind: str, members: int) -> str:
+    return kind + (f" of {members}" if members != summary.world_size else "")
+
+
+def _size(count: int | None) -> str:
+    return size(count) if count else "–"
 
 
 def _rate(gb_s: float | None) -> str:
@@ -608,17 +583,9 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
         for one, us in some:
             waits[one.last] += us
         whom, us = waits.most_common(1)[0]
-        rows.append(
-            (
-                kind + (f" of {members}" if members != summary.world_size else ""),
-                size(message) if message else "–",
-                f"{len(some):,}",
-                _ms(sum(us for _, us in some)),
-                _ms(sum(one.transfer_us for one, _ in some)),
-                _rate(median(rates) if rates else None),
-                f"rank {whom}" if us else "–",
-            )
-        )
+        times = _ms(sum(us for _, us in some)), _ms(sum(one.transfer_us for one, _ in some))
+        told = _rate(median(rates) if rates else None), f"rank {whom}" if us else "–"
+        rows.append((_kind(summary, kind, members), _size(message), f"{len(some):,}", *times, *told))
     heads = ("collectives, ms", "message", "count", "waited", "transfer", "bus GB/s", "mostly for")
     print_columns(out, heads, rows)
 

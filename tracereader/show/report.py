@@ -36,7 +36,7 @@ from tracereader.show import table as table_of_torch
 from tracereader.show import text as formats
 from tracereader.show.sections import SECTIONS
 from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
-from tracereader.show.view import View, others
+from tracereader.show.view import View, others, summed
 from tracereader.trace import STEP, Step, Trace, TraceError
 from tracereader.trace.capture import read_with_captures
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -342,13 +342,10 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     waits = {name: us for name, us in summary.idle_in.items() if us}
     idle = sum(waits.values())
     if idle > steps.SOME_IDLE * summary.recorded_step_us or (waits and not view.usual):
-        shown, rest = view.parted(list(waits.items()))
-        unit = unit_of([*(us for _, us in shown), sum(us for _, us in rest)])
-        named = labels([name for name, _ in shown], 50)
-        rows = [(Name(named[name]), unit(us), percent(us / idle)) for name, us in shown]
-        if rest:
-            us = sum(us for _, us in rest)
-            rows.append((others(rest), unit(us), percent(us / idle)))
+        shown, _ = view.parted(list(waits.items()))
+        times = summed(view, list(waits.items()), 50)
+        unit = unit_of([us for _, us in times])
+        rows = [(name, unit(us), percent(us / idle)) for name, us in times]
         # All rows outside ops share the functions.
         outside = [place for place, (name, _) in enumerate(shown) if is_python(name) or name.endswith(NO_RECORDED_CALL)]
         of_all = "all time between ops" if len(outside) > 1 else "this time"
@@ -374,8 +371,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         unit = unit_of([one.us for one in families])
         rows = [(family_in_words(one.family), unit(one.us), f"{one.share:.1%}", f"{one.pieces:,}") for one in shown]
         if rest:
-            summed = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
-            rows.append((others(rest), unit(summed[0]), f"{summed[1]:.1%}", f"{summed[2]:,}"))
+            sums = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
+            rows.append((others(rest), unit(sums[0]), f"{sums[1]:.1%}", f"{sums[2]:,}"))
         # The window includes activities that earlier steps launched, and those without a launch in the trace, which the
         # table by name lacks.
         title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
@@ -415,17 +412,10 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
     total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
     each = unit_of([one.mean_us for one in shown])
     rows = [
-        (
-            Name(named[one.name]),
-            *[Name(asking[one.asked_by])] * room,
-            f"{one.count:,}",
-            total(one.total_us),
-            each(one.median_us),
-            each(one.mean_us),
-            f"{one.share:.1%}",
-        )
+        (Name(named[one.name]), *[Name(asking[one.asked_by])] * room, f"{one.count:,}", total(one.total_us),
+         each(one.median_us), each(one.mean_us), f"{one.share:.1%}")
         for one in shown
-    ]
+    ]  # fmt: skip
     if rest:
         count, us, share = (sum(getattr(one, key) for one in rest) for key in ("count", "total_us", "share"))
         rows.append((others(rest), *[""] * room, f"{count:,}", total(us), "", "", f"{share:.1%}"))

@@ -31,30 +31,18 @@ def show(out: Console, summary: Summary, view: View) -> None:
     rows = []
     for row in shown:
         if one := row.work:
-            rows.append(
-                (
-                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
-                    Name(f"{one.layer}, {one.asked_by}" if one.layer else asking[one.asked_by]),
-                    unit(one.us),
-                    unit.range(one.low_us, one.high_us),
-                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-                    *_footprint(one),
-                )
-            )
+            name = Name(f"{row.times} x " * (row.times > 1) + named[one.name])
+            asked_by = Name(f"{one.layer}, {one.asked_by}" if one.layer else asking[one.asked_by])
+            launched_by = one.launched_by + " after an occupancy query" * bool(one.occupancy_queries)
+            times = unit(one.us), unit.range(one.low_us, one.high_us)
+            rows.append((name, asked_by, *times, launched_by, *_footprint(one)))
         else:
             rows.append(_summed(f"{row.left_out:,} others", row.left_out_us))
     if rest:
         rows.append(_summed(others(rest), sum(row.work.us for row in rest)))
-    heads = (
-        f"GPU activities of one step ({summary.chosen.number})",
-        "from",
-        f"median {unit.name}" if len(summary.steps) > 1 else unit.name,
-        f"range {unit.name}",
-        "launched by",
-        "regs",
-        "shared",
-        "grid x block",
-    )
+    title, median = f"GPU activities of one step ({summary.chosen.number})", "median " * (len(summary.steps) > 1)
+    times = median + unit.name, f"range {unit.name}"
+    heads = (title, "from", *times, "launched by", "regs", "shared", "grid x block")
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 7), section="work")
 
 
@@ -81,9 +69,8 @@ def names(out: Console, summary: Summary, view: View) -> None:
             said.setdefault((one.name, one.family), []).append(one)
     if not said:
         return
-    brief = view.usual and (
-        len(said) > SEVERAL or not summary.source.facts.script
-    )  # one size of each, and no occupancy
+    # One size of each, and no occupancy.
+    brief = view.usual and (len(said) > SEVERAL or not summary.source.facts.script)
     out.print(formats.head("details from the kernels' names", "names"))
     costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
     shown, rest = view.parted(costliest)
@@ -91,9 +78,7 @@ def names(out: Console, summary: Summary, view: View) -> None:
     for (name, _), same in shown:
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(named[name])}")
-        measured = _measured(same)
-        if brief:
-            measured = measured[:1]
+        measured = _measured(same)[: 1 if brief else None]
         occupancy = [] if brief else _occupancy(same)
         details = "; ".join([*[" and ".join(layers)] * bool(layers), str(same[0].says), *measured, *occupancy])
         paragraph(out, plain(details), " " * 6, " " * 6)
@@ -106,22 +91,16 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     """Return sizes and rates, if the trace has what they need; one entry for each distinct size."""
     found = {}
     for one in same:
+        at = f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
         if shape := one.product:
-            found[shape] = product_in_words(shape) + (
-                f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
-            )
+            found[shape] = product_in_words(shape) + at
         elif heads := one.attention:
-            found[heads] = (
-                attention_in_words(heads)
-                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
-                + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
-            )
+            least = f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else ""
+            found[heads] = attention_in_words(heads) + at + least
         elif conv := one.convolution:
-            found[(*conv.data, *conv.filter)] = (
-                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
-                f"{formats.operations(conv.flops)}"
-                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
-            )
+            data, kernel = (" x ".join(map(str, dims)) for dims in (conv.data, conv.filter))
+            sizes = f"{data} with a filter of {kernel}, {formats.operations(conv.flops)}"
+            found[(*conv.data, *conv.filter)] = sizes + at
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved{_speed(one)}"
     return list(found.values())
