@@ -69,9 +69,8 @@ def cost_in_children(summary: Summary) -> Verdict:
     label = summary.cpu.label
     if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
-    return Verdict(
-        True, f"{label.name}: {words.part_of(label.self_us, label.us, 'of self time in a total of')}, in one call"
-    )
+    times = words.part_of(label.self_us, label.us, "of self time in a total of")
+    return Verdict(True, f"{label.name}: {times}, in one call")
 
 
 @finding(TABLE, "the annotation twice, with a percentage over 100", teaches=True)

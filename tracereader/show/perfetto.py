@@ -28,6 +28,7 @@ ORIGIN = "https://ui.perfetto.dev"
 TIMEOUT_S = 600
 ANSWER_S = 60
 LATER_S = 5  # the page gives up before that, and says so
+PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -42,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == f"/{self.server.token}/":
             self._page()
         elif self.path == f"/{self.server.token}/trace":
-            self._trace()
+            self._answer("application/octet-stream", self.server.content, {})
+            self.server.fetched.set()
         else:
             self._refuse(HTTPStatus.NOT_FOUND)
 
@@ -73,33 +75,16 @@ class Handler(BaseHTTPRequestHandler):
         values = (("TITLE", self.server.title), ("NONCE", nonce), ("ORIGIN", self.server.perfetto))
         for word, value in (*values, ("ANSWER_S", f"{self.server.answer_s:g}")):
             page = page.replace(f"__{word}__", value)
-        body = page.encode()
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header(
-            "Content-Security-Policy",
-            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'",
-        )
-        self._end_private()
-        self.wfile.write(body)
+        own = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'"
+        self._answer("text/html; charset=utf-8", page.encode(), {"Content-Security-Policy": own})
 
-    def _trace(self):
+    def _answer(self, kind: str, body: bytes, more: dict[str, str]):
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "application/octet-stream")
-        self.send_header("Content-Length", str(len(self.server.content)))
-        self._end_private()
-        self.wfile.write(self.server.content)
-        self.server.fetched.set()
-
-    def _end_private(self):
-        for header, value in (
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Content-Type-Options", "nosniff"),
-        ):
+        headers = {"Content-Type": kind, "Content-Length": str(len(body))} | more | PRIVATE
+        for header, value in headers.items():
             self.send_header(header, value)
         self.end_headers()
+        self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus):
         self.send_response(status)

@@ -168,30 +168,24 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
 def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     """Return the sections that this view shows of this trace."""
     wanted = {name for name in SECTIONS if view.shows(name)}
-    if not lanes_wanted(view):
-        wanted.discard("lanes")
     if not summary.has_gpu_work:
         # The section gpu also counts activities that no step launched.
         wanted -= {name for name, one in SECTIONS.items() if one.needs_gpu and name != "gpu"}
     if view.usual:
-        wanted.discard("starts")
-        if not view.brief:
-            wanted.discard("table")  # its rows are shown below, by step
-        if len(summary.steps) < series_of.ENOUGH:
-            wanted.discard("series")
         wanted -= _redundant(summary)
-    if summary.gpu is None:  # no work in the window, though there may be some outside
-        wanted.discard("gpu")
-    if summary.counters is None:
-        wanted.discard("counters")
-    if not summary.inside:
-        wanted.discard("inside")
-    if not repeats.worth_showing(summary):
-        wanted.discard("repeats")
-    if not training.has_content(summary):
-        wanted.discard("training")
-    if not predicted:
-        wanted.discard("predictions")
+    left_out = {
+        "lanes": not lanes_wanted(view),
+        "starts": view.usual,
+        "table": view.usual and not view.brief,  # its rows are shown below, by step
+        "series": view.usual and len(summary.steps) < series_of.ENOUGH,
+        "gpu": summary.gpu is None,  # no work in the window, though there may be some outside
+        "counters": summary.counters is None,
+        "inside": not summary.inside,
+        "repeats": not repeats.worth_showing(summary),
+        "training": not training.has_content(summary),
+        "predictions": not predicted,
+    }
+    wanted -= {name for name, is_left_out in left_out.items() if is_left_out}
     if view.brief and not view.only and {"predictions", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # the lanes show them, and a prediction is about the first one
     return wanted
