@@ -296,9 +296,8 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     if not all(map(reading.are_ranks, jobs)):
         return False
     # --ranks and --cluster read all traces as one job.
-    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
-             "process", "steps", "whole")  # fmt: skip
-    for flag in flags:
+    for flag in ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
+                 "process", "steps", "whole"):  # fmt: skip
         if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
     from msgspec.structs import replace
@@ -319,9 +318,9 @@ def _as_ranks(args) -> bool:
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
-    if flag := next((one for one in ("whole", "steps", "process") if _is_given(args, one)), None):
-        flag = f"--{flag}"
-        raise BadInput(f"{flag} is for traces of one process: leave it out, or name the trace of one rank")
+    for flag in ("whole", "steps", "process"):
+        if _is_given(args, flag):
+            raise BadInput(f"--{flag} is for traces of one process: leave it out, or name the trace of one rank")
     if args.json and args.open:
         raise BadInput(ONLY_JSON)
     for flag in ("open", "export"):

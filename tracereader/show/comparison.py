@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -159,15 +160,11 @@ def _assumed(one: Opportunity) -> str:
 def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
     """Print times, counts and memory: a measure is a row, a run a column."""
     some = [side.summary for side in sides]
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    times = partial(add_times, rows)
 
     def gpu(figure: Callable[[compare.Side], float]) -> list[float | None]:
         return [figure(side) if side.summary.has_gpu_work else None for side in sides]
-
-    def times(name: str, values: Sequence[float | None]) -> None:
-        if any(values):
-            unit, cells = in_columns(values)
-            rows.append((f"{name}, {unit}", *cells))
 
     def counts(name: str, values: Sequence[int | None]) -> None:
         if any(values):
@@ -195,6 +192,13 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
     if any(side.peak_bytes for side in sides):
         rows.append(("memory, peak", *(size(side.peak_bytes) if side.peak_bytes else "–" for side in sides)))
     print_columns(out, (title, *(f"run {number}" for number in range(1, len(sides) + 1))), rows)
+
+
+def add_times(rows: list[tuple[str, ...]], name: str, values: Sequence[float | None]) -> None:
+    """Add the row of a measure (µs) with its unit, if any run has it."""
+    if any(values):
+        unit, cells = in_columns(values)
+        rows.append((f"{name}, {unit}", *cells))
 
 
 def in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:

@@ -1,6 +1,7 @@
 """Several jobs side by side, each of several ranks: the pace and its reason, and the figures."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show.comparison import in_columns, prediction
+from tracereader.show.comparison import add_times, prediction
 from tracereader.show.ranks import left_out, opened
 from tracereader.show.text import console, paragraph, plain, print_columns, shown_path
 from tracereader.show.view import View
@@ -107,12 +108,7 @@ def _changed(first: RanksSummary, one: RanksSummary) -> str:
 def _figures(out: Console, summaries: Sequence[RanksSummary]) -> None:
     """Print times and counts: a measure is a row, a job a column. Of each figure, the median and the most of a rank."""
     rows: list[tuple[str, ...]] = []
-
-    def times(name: str, values: Sequence[float | None]) -> None:
-        if any(values):
-            unit, cells = in_columns(values)
-            rows.append((f"{name}, {unit}", *cells))
-
+    times = partial(add_times, rows)
     times("step", [findings.step_us(one) for one in summaries])
     times("without profiler", [findings.unprofiled_us(one) for one in summaries])
     for name, figure in FIGURES.items():

@@ -313,21 +313,11 @@ def _idle(trace: Trace, zero: int) -> dict | None:
     parts = busiest(parts_by_device(trace.work, start, end, waits))
     if parts is None or trace.quality.incomplete:
         return None
-    causes = {
-        "not_launched": parts.not_launched,
-        "launched": parts.launched,
-        "unknown": parts.unknown,
-        "elsewhere": parts.elsewhere,
+    gaps = {
+        cause: [edge for left, right in getattr(parts, cause) for edge in (left - zero, right - left)]
+        for cause in ("not_launched", "launched", "unknown", "elsewhere")
     }
-    return {
-        "device": str(parts.device),
-        "start": start - zero,
-        "end": end - zero,
-        **{
-            name: [edge for left, right in gaps for edge in (left - zero, right - left)]
-            for name, gaps in causes.items()
-        },
-    }
+    return {"device": str(parts.device), "start": start - zero, "end": end - zero, **gaps}
 
 
 # The points of the memory curve. Of more events, each point keeps the largest total of its interval.
