@@ -58,16 +58,9 @@ def _flag(name: str, value: object) -> str:
 def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     found = compare.ops(first, other)
     calls = [f"{name} {before:,} → {after:,}" for name, (before, after) in found.calls.items()]
-    changed = [
-        f"{what}: {_listed(names)}"
-        for what, names in (
-            ("ops gone", found.gone),
-            ("torch.compile's rows before the ops", found.rows_new),
-            ("ops new", found.new),
-            ("calls", calls),
-        )
-        if names
-    ]
+    lists = {"ops gone": found.gone, "torch.compile's rows before the ops": found.rows_new}
+    lists |= {"ops new": found.new, "calls": calls}
+    changed = [f"{what}: {_listed(names)}" for what, names in lists.items() if names]
     changed += _inputs(first, other) + _graphs(first, other)
     return changed, ["ops: " + _listed(found.same, FEW)] if found.same else []
 

@@ -14,17 +14,8 @@ BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 def has_content(summary: Summary) -> bool:
     """Return whether the section has any content."""
     one, places = summary.training, (summary.places.by_phase, summary.places.by_label, summary.places.by_module)
-    return any(
-        (
-            not summary.has_gpu_work and any(places),
-            one.backward_of,
-            one.recomputed,
-            one.optimizers,
-            one.syncs,
-            one.loading,
-            one.memory,
-        )
-    )
+    own = (one.backward_of, one.recomputed, one.optimizers, one.syncs, one.loading, one.memory)
+    return any(own) or (not summary.has_gpu_work and any(places))
 
 
 def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
