@@ -71,7 +71,7 @@ ALIKE_SPREAD = 3
 
 
 def parts_besides_compute(gpu: GpuTime) -> dict[str, float]:
-    """Return the times (µs) of PARTS."""
+    """Return the time (µs) of each of PARTS."""
     busy = {"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us}
     return busy | {key: getattr(gpu, f"idle_{key}_us") for key in PARTS if key not in busy}
 
@@ -215,7 +215,7 @@ def reached(work: Sequence[GpuWork | CpuWork]) -> float:
 
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
-    """Return what limits a step without GPU work, and a sentence with the figures. outside: of all recorded ops."""
+    """Return what limits a step without GPU work (outside: time in no recorded op), and a sentence with the figures."""
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
     for one in summary.cpu.work:
         if one.of_roof is not None:

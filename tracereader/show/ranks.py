@@ -409,7 +409,7 @@ def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
 
 
 def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
-    """Return in order the longest phases of at least 1% of a step; none if only the time outside of them is left."""
+    """Return in order the longest phases of over 1% of a step; none if only the time outside of them is left."""
     longest = {
         phase: max(findings.usual(summary, one, phase, FIGURES[0]) for one in summary.ranks)
         for phase in findings.phases(summary)

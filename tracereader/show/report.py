@@ -22,7 +22,7 @@ from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, communication, decoding, recording, steps
 from tracereader.findings.device_words import in_its_words
-from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
+from tracereader.findings.finding import ROOFS, Prediction, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
@@ -124,7 +124,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         (ALWAYS, lambda: _notes(out, summary, view)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
-        ("steps", lambda: _steps(out, summary, view, predictions.evidence_against(predicted, summary) * view.brief)),
+        ("steps", lambda: _steps(out, summary, view, predicted)),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("short", lambda: view.brief or collectives.show(out, summary, view)),
@@ -474,8 +474,9 @@ def _of_best(calls: Sequence[CpuWork]) -> str:
     return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}" if known else ""
 
 
-def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
-    """Print each step on both lanes; the last ones share medians. Reasons in the text `above` are not repeated."""
+def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Prediction]) -> None:
+    """Print each step on both lanes; the last ones share medians. Reasons among the predictions are not repeated."""
+    above = predictions.evidence_against(predicted, summary) if view.brief else ""
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
     gpu = summary.has_gpu_work
