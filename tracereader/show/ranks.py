@@ -24,7 +24,7 @@ from tracereader.show import lanes, opportunities
 from tracereader.show import text as formats
 from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
-from tracereader.show.text import Name, paragraph, plain, print_columns
+from tracereader.show.text import Name, capitalized, paragraph, plain, print_columns
 from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -189,10 +189,7 @@ def _try_first(out: Console, summary: RanksSummary, view: View, limit: int) -> N
 def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
     if view.rank is None and (found := findings.regime(summary)):
         word, told = found
-        sentences = [
-            f"[bold]{plain(formats.capitalized(word))}[/bold]",
-            *(plain(formats.capitalized(one)) for one in told.split("; ")),
-        ]
+        sentences = [f"[bold]{plain(capitalized(word))}[/bold]", *(plain(capitalized(one)) for one in told.split("; "))]
         paragraph(out, " ".join(f"{one}." for one in sentences))
     told = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
     for number, line in enumerate(told):
