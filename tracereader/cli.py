@@ -8,20 +8,14 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import (
-    BadInput,
-    OneLineParser,
-    RunFailed,
-    command,
-    is_url,
-    not_negative,
-    positive,
-    printable,
-)
+from tracereader.command import BadInput, OneLineParser, RunFailed, command, is_url, not_negative, positive, printable
 from tracereader.show import sections
+
+ONLY_JSON = "--json prints nothing but JSON: leave out --open"
 
 
 @command
@@ -41,64 +35,29 @@ def main(argv=None):
         metavar="TRACE",
         help="a .json or .pftrace file, such a file with .gz, a folder, or a URL: of a file, a folder or *.json",
     )
-    parser.add_argument("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
-    parser.add_argument(
-        "--json", action="store_true", help="print all measurements of a trace, or of one run's ranks, as JSON"
-    )
-    parser.add_argument(
-        "--limit",
-        type=positive,
-        metavar="BYTES",
-        help="read at most this many bytes of uncompressed JSON (default: 4 GB)",
-    )
-    parser.add_argument(
-        "--capture",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="the trace of the capture of its CUDA graphs, or a folder of such traces: names the ops and modules of "
-        "replayed kernels",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="ANNOTATION",
-        help="count each call of this annotation as a step, for a trace that was recorded without prof.step()",
-    )
-    parser.add_argument("--whole", action="store_true", help="count the whole recording as one step")
-    parser.add_argument(
-        "--process",
-        metavar="NAME",
-        help="of a file that holds several processes, read this one (a part of its name is enough)",
-    )
-    parser.add_argument(
-        "--ranks",
-        action="store_true",
-        help="read the traces as the ranks of one run, even if their files do not say so",
-    )
-    parser.add_argument("--rank", type=not_negative, metavar="N", help="show one of several ranks in full")
-    parser.add_argument(
-        "--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address"
-    )
-    parser.add_argument(
-        "--previous", action="store_true", help="compare each trace with the one before it, not with the first"
-    )
-    parser.add_argument(
-        "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print a comparison as Markdown, for a comment on a pull request"
-    )
-    parser.add_argument(
-        "--fail-if",
-        action="append",
-        metavar="LIMIT",
-        help='exit with status 1 if a compared run crosses this limit: "step > 5%%", "launches > 0", "memory > 100 MB"',
-    )
-    parser.add_argument(
-        "--export",
-        metavar="FILE",
-        help="write the trace, or one run's ranks, as JSON in which Perfetto shows every slice (.json or .json.gz)",
-    )
+    option, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    option("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
+    switch("--json", help="print all measurements of a trace, or of one run's ranks, as JSON")
+    most = "read at most this many bytes of uncompressed JSON (default: 4 GB)"
+    option("--limit", type=positive, metavar="BYTES", help=most)
+    captures = "the trace of the capture of its CUDA graphs, or a folder of such traces: names the ops and modules of "
+    option("--capture", action="append", default=[], metavar="PATH", help=captures + "replayed kernels")
+    by = "count each call of this annotation as a step, for a trace that was recorded without prof.step()"
+    option("--steps", metavar="ANNOTATION", help=by)
+    switch("--whole", help="count the whole recording as one step")
+    one = "of a file that holds several processes, read this one (a part of its name is enough)"
+    option("--process", metavar="NAME", help=one)
+    switch("--ranks", help="read the traces as the ranks of one run, even if their files do not say so")
+    option("--rank", type=not_negative, metavar="N", help="show one of several ranks in full")
+    option("--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address")
+    switch("--previous", help="compare each trace with the one before it, not with the first")
+    reference = "compare with the same run's reference trace of that machine (h200, cpu)"
+    option("--against", metavar="MACHINE", help=reference)
+    switch("--markdown", help="print a comparison as Markdown, for a comment on a pull request")
+    limits = 'exit with status 1 if a compared run crosses this limit: "step > 5%%", "launches > 0", "memory > 100 MB"'
+    option("--fail-if", action="append", metavar="LIMIT", help=limits)
+    copy = "write the trace, or one run's ranks, as JSON in which Perfetto shows every slice (.json or .json.gz)"
+    option("--export", metavar="FILE", help=copy)
     sections.add_view_flags(parser)
     args = parser.parse_args(argv)
     sections.by_flag(args)  # refuses conflicting flags at once
@@ -141,14 +100,14 @@ def main(argv=None):
     for flag in ("open", "json", "against", "capture", "export"):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
-    if args.previous and len(args.traces) < 3:
-        raise BadInput("--previous needs at least three traces")
-    if args.capture and args.against:
-        raise BadInput("--capture takes one trace: leave out --against")
-    if args.json and args.against:
-        raise BadInput("--json takes one trace: leave out --against")
-    if args.json and args.open:
-        raise BadInput("--json prints nothing but JSON: leave out --open")
+    for refused, why in (
+        (args.previous and len(args.traces) < 3, "--previous needs at least three traces"),
+        (args.capture and args.against, "--capture takes one trace: leave out --against"),
+        (args.json and args.against, "--json takes one trace: leave out --against"),
+        (args.json and args.open, ONLY_JSON),
+    ):
+        if refused:
+            raise BadInput(why)
 
     # Imported here, each only if it is used, so that --help and refusals are fast: a tenth of a second is a third of
     # the time to read a trace of 10 MB.
@@ -337,9 +296,8 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     if not all(map(reading.are_ranks, jobs)):
         return False
     # --ranks and --cluster read all traces as one job.
-    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
-             "process", "steps", "whole")  # fmt: skip
-    for flag in flags:
+    for flag in ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
+                 "process", "steps", "whole"):  # fmt: skip
         if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
     from msgspec.structs import replace
@@ -360,11 +318,11 @@ def _as_ranks(args) -> bool:
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
-    if flag := next((one for one in ("whole", "steps", "process") if _is_given(args, one)), None):
-        flag = f"--{flag}"
-        raise BadInput(f"{flag} is for traces of one process: leave it out, or name the trace of one rank")
+    for flag in ("whole", "steps", "process"):
+        if _is_given(args, flag):
+            raise BadInput(f"--{flag} is for traces of one process: leave it out, or name the trace of one rank")
     if args.json and args.open:
-        raise BadInput("--json prints nothing but JSON: leave out --open")
+        raise BadInput(ONLY_JSON)
     for flag in ("open", "export"):
         if args.cluster and getattr(args, flag):
             raise BadInput(f"--{flag} reads every trace on this machine: leave out --cluster")

@@ -8,22 +8,9 @@ import msgspec
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings import finding as words
 from tracereader.findings.device_words import CUDA
-from tracereader.findings.finding import (
-    CPU,
-    GPU,
-    ROOFS,
-    TREE,
-    Verdict,
-    activities,
-    counted,
-    duration,
-    finding,
-    how_often,
-    listed,
-    part_of,
-    size,
-)
+from tracereader.findings.finding import CPU, GPU, TREE, Verdict, counted, duration, finding, listed, size
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
 # The ops that scaled_dot_product_attention can call, and torch's name for each backend.
@@ -57,13 +44,13 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
 @finding(
     TREE,
     "a softmax between two batched matrix products",
-    "This looks like unfused attention: the scores of all queries with all keys are written to memory and read back "
-    "several times. A fused kernel keeps them on the chip.",
     predicts="softmax runs between two batched matrix products",
     claims="41",
     change="fused_attention",
 )
 def unfused(summary: Summary) -> Verdict:
+    """This looks like unfused attention: the scores of all queries with all keys are written to memory and read back
+    several times. A fused kernel keeps them on the chip."""
     found = summary.attention.unfused
     us = sum(one.us for one in found)
     if not found:
@@ -72,7 +59,7 @@ def unfused(summary: Summary) -> Verdict:
         return Verdict(False, f"{duration(us)} between the two products")
     several = f"{len(found)} times per step: " if len(found) > 1 else ""
     pieces = sum(one.pieces for one in found)
-    seen = f"{several}{duration(us)} between the two products" + (f", in {activities(pieces)}" if pieces else "")
+    seen = f"{several}{duration(us)} between the two products" + (f", in {words.activities(pieces)}" if pieces else "")
     if all(one.scores for one in found):
         seen += f"; {_moved(found)}"
     return Verdict(True, seen)
@@ -91,13 +78,13 @@ def _moved(found: Sequence) -> str:
 @finding(
     TREE,
     "clone and copy_ inside another op",
-    "The op works out of place: it copies its input and changes the copy. The in-place op, whose name ends in _, "
-    "needs no copy. Use it where nothing else needs the input.",
     predicts="an op that works out of place copies its input",
     claims="42",
     change="in_place",
 )
 def hidden_copy(summary: Summary) -> Verdict:
+    """The op works out of place: it copies its input and changes the copy. The in-place op, whose name ends in _, needs
+    no copy. Use it where nothing else needs the input."""
     found = summary.attention.hidden_copies
     if not found:
         return Verdict(False, "no op of the step clones its input first")
@@ -115,38 +102,34 @@ def hidden_copy(summary: Summary) -> Verdict:
 @finding(
     TREE,
     "ones and tril in every step",
-    "A constant mask is built again in every step. Build it once, outside the step.",
     predicts="a triangular mask is built in every step",
     claims="47",
     change="mask_once",
 )
 def mask_remade(summary: Summary) -> Verdict:
+    """A constant mask is built again in every step. Build it once, outside the step."""
     made = summary.attention.mask_made
     if made is None:
         return Verdict(False, "no tril or triu of constants in the step")
     if len(summary.steps) < 2:
         return Verdict(None, "the step makes a mask, but one step does not show whether every step does")
-    gpu = f", {duration(made.gpu_us)} of GPU time in {activities(made.pieces)}" if made.pieces else ""
+    gpu = f", {duration(made.gpu_us)} of GPU time in {words.activities(made.pieces)}" if made.pieces else ""
     names = listed(name.removeprefix("aten::") for name in made.ops)
     build = "builds" if len(made.ops) == 1 else "build"
-    seen = f"{names} {build} it {how_often(made.times)} per step: {duration(made.cpu_us)} of CPU time{gpu}"
-    return Verdict(
-        made.steps == len(summary.steps),
-        seen,
-        f"in {made.steps} of {len(summary.steps)} steps",
-    )
+    seen = f"{names} {build} it {words.how_often(made.times)} per step: {duration(made.cpu_us)} of CPU time{gpu}"
+    return Verdict(made.steps == len(summary.steps), seen, f"in {made.steps} of {len(summary.steps)} steps")
 
 
 @finding(
     GPU,
     "casts to fp32 before a matrix product",
-    "Two-byte factors become four-byte ones. The cast takes time, and the product loses the bf16 and fp16 tensor "
-    "cores.",
     predicts="factors are cast to fp32 before a matrix product",
     needs_gpu=True,
     claims="46",
 )
 def cast_before_product(summary: Summary) -> Verdict:
+    """Two-byte factors become four-byte ones. The cast takes time, and the product loses the bf16 and fp16 tensor
+    cores."""
     found = summary.attention.cast_products
     if found is None:
         return Verdict(False, "no fp32 product whose factors were cast to fp32")
@@ -160,8 +143,6 @@ def cast_before_product(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "sgemm, simt or ffma in a GEMM's name",
-    "The product runs in fp32 on CUDA cores. Tensor cores take bf16, fp16, and fp32 as TF32 "
-    "(torch.set_float32_matmul_precision), each with fewer digits.",
     predicts="fp32 matrix products run on CUDA cores",
     needs_gpu=True,
     claims="46",
@@ -169,6 +150,8 @@ def cast_before_product(summary: Summary) -> Verdict:
     needs=CUDA,
 )
 def on_cuda_cores(summary: Summary) -> Verdict:
+    """The product runs in fp32 on CUDA cores. Tensor cores take bf16, fp16, and fp32 as TF32
+    (torch.set_float32_matmul_precision), each with fewer digits."""
     gemms = [one for one in summary.gpu_work if one.says.multiplies]
     mine = [one for one in gemms if one.name_says.get("on") == CUDA_CORES]
     if not gemms:
@@ -182,13 +165,9 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     return Verdict(could and _worth_a_line(summary, us), seen)
 
 
-@finding(
-    GPU,
-    "a kernel written for an older GPU generation",
-    "It runs, but does not use this GPU's newer instructions.",
-    needs_gpu=True,
-)
+@finding(GPU, "a kernel written for an older GPU generation", needs_gpu=True)
 def for_an_older_gpu(summary: Summary) -> Verdict:
+    """It runs, but does not use this GPU's newer instructions."""
     own = summary.source.compute_capability or ""
     generations = [(one, _written_for(one)) for one in summary.gpu_work]
     if not own.isdigit() or not any(sm for _, sm in generations):
@@ -220,15 +199,15 @@ def _written_for(one: GpuWork) -> int | None:
 @finding(
     GPU,
     "low occupancy of the kernel that takes most of the step",
-    "Low occupancy alone is not a fault: GEMM and attention kernels keep their data in registers and shared memory "
-    "and need few warps. Judge by the duration and the achieved rate. A reported 0% for a block with more than 48 KB "
-    "of shared memory is not an estimate.",
     predicts="occupancy is low: few warps run on a multiprocessor",
     needs_gpu=True,
     claims="51",
     teaches=True,
 )
 def low_occupancy(summary: Summary) -> Verdict:
+    """Low occupancy alone is not a fault: GEMM and attention kernels keep their data in registers and shared memory and
+    need few warps. Judge by the duration and the achieved rate. A reported 0% for a block with more than 48 KB of
+    shared memory is not an estimate."""
     one = max(summary.gpu_work, key=lambda one: one.us, default=None)
     # Only for the kernel that takes most of the step.
     if one is None or one.occupancy is None or one.us < 0.5 * summary.summed_us:
@@ -238,24 +217,20 @@ def low_occupancy(summary: Summary) -> Verdict:
     seen = f"{short(one.name)}: at most {limit}{by}"
     if one.occupancy.not_estimated:
         seen += " (the profiler's 0% is no estimate)"
-    return Verdict(one.occupancy.limit < LOW, seen + _its_rate(one))
-
-
-def _its_rate(one: GpuWork) -> str:
-    if one.of_roof is None:
-        return ""
-    return f"; it reaches {one.of_roof:.0%} of the {ROOFS[one.roof][0]}"
+    if one.of_roof is not None:
+        seen += f"; it reaches {one.of_roof:.0%} of the {words.ROOFS[one.roof][0]}"
+    return Verdict(one.occupancy.limit < LOW, seen)
 
 
 @finding(
     CPU,
     "one op's self time above all others'",
-    "The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there.",
     predicts="one op's CPU self time is above all others'",
     needs_gpu=True,
     claims="56",
 )
 def time_in_a_library(summary: Summary) -> Verdict:
+    """The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there."""
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
     own = summary.cpu.self_us_of(makers)
     total = summary.cpu.recorded_us
@@ -263,7 +238,7 @@ def time_in_a_library(summary: Summary) -> Verdict:
     if name is None or not total:
         return Verdict(None, "no op that launches a library's kernel")
     seen = (
-        f"{name}: {part_of(own[name], total)} of CPU self time in ops and CUDA calls; "
+        f"{name}: {words.part_of(own[name], total)} of CPU self time in ops and CUDA calls; "
         f"{makers[name].split()[0]} provides its kernel"
     )
     return Verdict(own[name] >= MUCH_SELF_TIME * total, seen)
@@ -277,13 +252,9 @@ def backends(summary: Summary) -> dict[str, int]:
     return calls
 
 
-@finding(
-    TREE,
-    "scaled_dot_product_attention",
-    "It chooses a backend by device, dtypes and shapes. The op below it shows the choice.",
-    teaches=True,
-)
+@finding(TREE, "scaled_dot_product_attention", teaches=True)
 def sdpa_backend(summary: Summary) -> Verdict:
+    """It chooses a backend by device, dtypes and shapes. The op below it shows the choice."""
     calls = backends(summary)
     if not calls:
         return Verdict(False, "no scaled_dot_product_attention in this trace")

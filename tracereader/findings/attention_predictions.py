@@ -3,7 +3,6 @@
 import math
 
 from tracereader.figures import Summary
-from tracereader.figures.cpu import Call
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings import attention
 from tracereader.findings.finding import Verdict, activities, counted, finding, listed
@@ -23,10 +22,7 @@ def _word(one: GpuWork) -> str:
     return one.name_says.get("does", one.family).split(",")[0]
 
 
-@finding(
-    predicts=lambda *words: f"{activities(len(words))} per step: {', '.join(words)}",
-    needs_gpu=True,
-)
+@finding(predicts=lambda *words: f"{activities(len(words))} per step: {', '.join(words)}", needs_gpu=True)
 def gpu_does(summary: Summary, *words: str) -> Verdict:
     """Judge the order of a step's GPU activities.
 
@@ -97,17 +93,13 @@ def safe_softmax(summary: Summary) -> Verdict:
     at = next((n for n, call in enumerate(summary.cpu.chain) if call.name == "aten::_safe_softmax"), None)
     if at is None:
         return Verdict(False, "no aten::_safe_softmax")
-    inside = _below(summary.cpu.chain, at)
-    top = [call.name for call in inside if call.depth == summary.cpu.chain[at].depth + 1]
+    chain, depth = summary.cpu.chain, summary.cpu.chain[at].depth
+    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= depth), len(chain))
+    inside = chain[at + 1 : end]
+    top = [call.name for call in inside if call.depth == depth + 1]
     launched = sum(len(call.launched) for call in inside)
     seen = listed(top) + (f"; {counted(launched, 'kernel')}, one of them softmax itself" if launched else "")
     return Verdict(len(set(top)) > 1, seen)
-
-
-def _below(chain: tuple[Call, ...], at: int) -> tuple[Call, ...]:
-    """Return the calls inside the call at this position."""
-    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= chain[at].depth), len(chain))
-    return chain[at + 1 : end]
 
 
 def _scores_held(at_least: int) -> str:

@@ -37,14 +37,10 @@ def compared(one: KernelCounters) -> str:
     )
 
 
-@finding(
-    GPU,
-    "sampled DRAM throughput that differs from what shapes need",
-    "Less than the shapes need: data came from the L2 cache, or was not used. More: the kernel reads inputs again, "
-    "spills registers, or works on more data than its op shows.",
-    needs_gpu=True,
-)
+@finding(GPU, "sampled DRAM throughput that differs from what shapes need", needs_gpu=True)
 def dram_disagrees(summary: Summary) -> Verdict:
+    """Less than the shapes need: data came from the L2 cache, or was not used. More: the kernel reads inputs again,
+    spills registers, or works on more data than its op shows."""
     if summary.counters is None:
         return Verdict(None, "no sampled counters")
     found = [one for one in summary.counters.kernels if disagreement(one) is not None]
@@ -73,14 +69,10 @@ def slower_at_a_lower_clock(summary: Summary) -> tuple[StepCounters, StepCounter
     return (middle, slowest) if slower and fell else None
 
 
-@finding(
-    GPU,
-    "a step's GPU time rose while the SM clock fell",
-    "The same kernels take longer at a lower clock. A GPU lowers its clock at its limit of power or of temperature. "
-    "Compare runs at the same clock.",
-    needs_gpu=True,
-)
+@finding(GPU, "a step's GPU time rose while the SM clock fell", needs_gpu=True)
 def clock_fell(summary: Summary) -> Verdict:
+    """The same kernels take longer at a lower clock. A GPU lowers its clock at its limit of power or of temperature.
+    Compare runs at the same clock."""
     if summary.counters is None or "sm_mhz" not in summary.counters.names:
         return Verdict(None, "no sampled SM clock")
     found = slower_at_a_lower_clock(summary)

@@ -53,8 +53,7 @@ def in_words(summary: Summary) -> list[str]:
 
 
 def _roof(found: Decoding) -> str:
-    """Return the sentence on the roofline: the longer of reading and arithmetic, or reading only if the arithmetic is
-    not known."""
+    """Return the sentence on the roofline: the longer of reading and arithmetic, if the latter is known."""
     facts, least = found.facts, found.least_us
     read = f"reading the weights ({size(facts.weight_bytes)})"
     if facts.cache_bytes:
@@ -118,10 +117,7 @@ def _attention(summary: Summary) -> list[str]:
 
 
 def _alone_us(summary: Summary, family: str) -> float | None:
-    """Return the time (µs) of all work of this family; None if some of it ran beside other work.
-
-    The sum of such times exceeds the time that the work takes together.
-    """
+    """Return the time (µs) of all work of this family; None if some overlaps, so that its times do not add up."""
     mine = [one for one in summary.gpu_work if one.family == family]
     return sum(one.us for one in mine) if all(one.ran_alone for one in mine) else None
 
@@ -138,21 +134,24 @@ def _rows(summary: Summary) -> int | None:
 @finding(
     GPU,
     "identical launches in every step, and the GPU waits for them",
-    "A CUDA graph replays them with one launch (torch.cuda.graph, or torch.compile with reduce-overhead), as long as "
-    "shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains.",
     needs_gpu=True,
     change="cuda_graph",
     needs=CUDA_OR_HIP,
 )
 def graph_would_do(summary: Summary) -> Verdict:
+    """A CUDA graph replays them with one launch (torch.cuda.graph, or torch.compile with reduce-overhead), as long as
+    shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains."""
     step = summary.chosen
     graphs = any(one.from_graph for one in summary.gpu_work)
     peers = any(one.family == "communication" for one in summary.gpu_work)
+    waits = Counter()
+    for name, us in summary.idle_in.items():
+        waits["Python" if is_python(name) else name] += us
     if (
         summary.waits_for != "overhead"
         or not summary.llm.same_in_all_steps
         or step.launches < MANY_LAUNCHES
-        or _longest_wait(summary) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
+        or max(waits.values(), default=0.0) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
@@ -162,12 +161,6 @@ def graph_would_do(summary: Summary) -> Verdict:
         f"{step.launches:,} launches in each of {steps} steps, none of them after a "
         f"synchronization; the GPU is busy for {duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
     )
-
-
-def _longest_wait(summary: Summary) -> float:
-    """Return the GPU's longest idle time (µs) in one kind of call, or in Python."""
-    in_python = sum(us for name, us in summary.idle_in.items() if is_python(name))
-    return max(in_python, max((us for name, us in summary.idle_in.items() if not is_python(name)), default=0.0))
 
 
 def _launches_after_a_wait(summary: Summary) -> bool:
@@ -180,15 +173,10 @@ def _launches_after_a_wait(summary: Summary) -> bool:
     return False
 
 
-@finding(
-    GPU,
-    "keys and values expanded in memory before attention",
-    "Grouped-query attention copies each key head once per query head. Attention can take the keys and "
-    "values without copies (enable_gqa=True).",
-    needs_gpu=True,
-    change="shared_keys",
-)
+@finding(GPU, "keys and values expanded in memory before attention", needs_gpu=True, change="shared_keys")
 def expanded_keys(summary: Summary) -> Verdict:
+    """Grouped-query attention copies each key head once per query head. Attention can take the keys and values without
+    copies (enable_gqa=True)."""
     found = summary.llm.unneeded.expanded
     if found is None:
         return Verdict(False, "")
@@ -197,27 +185,17 @@ def expanded_keys(summary: Summary) -> Verdict:
     return _verdict(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
 
 
-@finding(
-    GPU,
-    "casts with a kernel of their own",
-    "Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels.",
-    needs_gpu=True,
-    change="fuse_pointwise",
-)
+@finding(GPU, "casts with a kernel of their own", needs_gpu=True, change="fuse_pointwise")
 def casts_alone(summary: Summary) -> Verdict:
+    """Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels."""
     found = summary.llm.unneeded.casts
     return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
 
 
-@finding(
-    GPU,
-    "weights cast in every step",
-    "torch.autocast casts each weight once per step. In inference, convert the model once instead. In training the "
-    "weights change in every step, and the casts are needed.",
-    needs_gpu=True,
-    change="cast_weights",
-)
+@finding(GPU, "weights cast in every step", needs_gpu=True, change="cast_weights")
 def weights_cast(summary: Summary) -> Verdict:
+    """torch.autocast casts each weight once per step. In inference, convert the model once instead. In training the
+    weights change in every step, and the casts are needed."""
     found = summary.llm.unneeded.weight_casts
     if found is None:
         return Verdict(False, "")
@@ -235,14 +213,10 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     return Verdict(much > SMALLEST_SHARE * whole, seen)
 
 
-@finding(
-    GPU,
-    "attention over the empty part of a static cache",
-    "The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at "
-    "the last key.",
-    needs_gpu=True,
-)
+@finding(GPU, "attention over the empty part of a static cache", needs_gpu=True)
 def empty_cache(summary: Summary) -> Verdict:
+    """The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at the
+    last key."""
     filled, attending = filled_part(summary)
     if filled is None:
         return Verdict(False, "")
@@ -270,14 +244,9 @@ def filled_part(summary: Summary) -> tuple[float | None, list[GpuWork]]:
     return filled, attending
 
 
-@finding(
-    GPU,
-    "logits of every token in prefill",
-    "Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1).",
-    needs_gpu=True,
-    change="last_logits",
-)
+@finding(GPU, "logits of every token in prefill", needs_gpu=True, change="last_logits")
 def logits_of_all(summary: Summary) -> Verdict:
+    """Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1)."""
     head, _ = head_of_all(summary)
     if head is None:
         return Verdict(False, "")
@@ -306,15 +275,10 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
     return head, needed
 
 
-@finding(
-    GPU,
-    "matrix products of few rows, which mostly read weights",
-    "Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more "
-    "tokens, and smaller dtypes read fewer bytes.",
-    needs_gpu=True,
-    change="larger_batch",
-)
+@finding(GPU, "matrix products of few rows, which mostly read weights", needs_gpu=True, change="larger_batch")
 def reads_weights(summary: Summary) -> Verdict:
+    """Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more
+    tokens, and smaller dtypes read fewer bytes."""
     found = next(iter(summary.llm.weight_reads), None)
     total = summary.summed_us
     if found is None or found.us <= MUCH_READING * total:

@@ -58,16 +58,9 @@ def _flag(name: str, value: object) -> str:
 def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     found = compare.ops(first, other)
     calls = [f"{name} {before:,} → {after:,}" for name, (before, after) in found.calls.items()]
-    changed = [
-        f"{what}: {_listed(names)}"
-        for what, names in (
-            ("ops gone", found.gone),
-            ("torch.compile's rows before the ops", found.rows_new),
-            ("ops new", found.new),
-            ("calls", calls),
-        )
-        if names
-    ]
+    lists = {"ops gone": found.gone, "torch.compile's rows before the ops": found.rows_new}
+    lists |= {"ops new": found.new, "calls": calls}
+    changed = [f"{what}: {_listed(names)}" for what, names in lists.items() if names]
     changed += _inputs(first, other) + _graphs(first, other)
     return changed, ["ops: " + _listed(found.same, FEW)] if found.same else []
 
@@ -80,10 +73,7 @@ def _inputs(first: Side, other: Side) -> list[str]:
 
 
 def _graphs(first: Side, other: Side) -> list[str]:
-    """Return a sentence if two compiled runs called graphs with different hashes.
-
-    The sentence gives no reason, because torch's version and settings are part of the hash.
-    """
+    """Return a sentence on other hashes of graphs, without a reason: torch's version and settings are part of them."""
     found = compare.graphs(first, other)
     if found is None:
         return []

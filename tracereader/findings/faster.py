@@ -234,7 +234,8 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     rows = [[one for one in side.summary.gpu_work if one.family == family] for side in (before, after)]
     names = [Counter(one.name for one in some) for some in rows]
     old, new = map(len, rows)
-    nouns = _copies(rows) if family == "copy" else family_as_noun(family)
+    kinds = {one.kind == "kernel" for some in rows for one in some}
+    nouns = copies_as_noun(False in kinds, True in kinds) if family == "copy" else family_as_noun(family)
     if not new:
         return f"no {nouns} instead of {old:,} ({old_us} {unit})"
     if not old:
@@ -246,12 +247,6 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     else:
         how = _other_kernels(*rows)
     return f"{new_us} {unit} of {nouns} instead of {old_us} ({how})"
-
-
-def _copies(rows: Sequence[Sequence]) -> str:
-    """Return the noun for the copies of two steps: copies by the driver, copies by kernels, or both."""
-    kinds = {one.kind == "kernel" for some in rows for one in some}
-    return copies_as_noun(False in kinds, True in kinds)
 
 
 def _other_kernels(before: Sequence, after: Sequence) -> str:

@@ -3,6 +3,7 @@
 The cheatsheet, docs, `--json` and the predictions of the numbered scripts follow from the declarations (cheatsheet.py).
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -36,7 +37,8 @@ class Finding(msgspec.Struct, frozen=True, dict=True):
     """A pattern that a trace can show, and the function that judges whether it does.
 
     name: the judge's name, which the records of predictions and `--json` hold.
-    where, see, means: the finding's row of the cheatsheet. A finding without a row shows only as a prediction.
+    where, see, means: the finding's row of the cheatsheet. A finding without a row shows only as a prediction. What the
+    pattern means is the judge's docstring.
     predicts: the sentence that predicts the finding, or a function that makes the sentence from the judge's parameters.
     A finding without it cannot be predicted. Calling a finding with these parameters makes the prediction.
     needs_gpu: whether only GPU work can show it.
@@ -84,9 +86,18 @@ class Finding(msgspec.Struct, frozen=True, dict=True):
         return Prediction(text, self, given, record)
 
 
-def finding(where: str = "", see: str = "", means: str = "", **declared) -> Callable[[Callable[..., Verdict]], Finding]:
-    """Return a decorator that declares a function as the judge of a finding with these fields."""
-    return lambda judge: Finding(judge.__name__, judge, where, see, means, **declared)
+def finding(where: str = "", see: str = "", **declared) -> Callable[[Callable[..., Verdict]], Finding]:
+    """Return a decorator that declares a function as the judge of a finding with these fields.
+
+    where: if given, the function's docstring says what the finding means.
+    """
+    return lambda judge: Finding(judge.__name__, judge, where, see, _meaning(judge) if where else "", **declared)
+
+
+def _meaning(judge: Callable[..., Verdict]) -> str:
+    """Return a judge's docstring in one line. python -OO drops docstrings, so that it is read from the source then."""
+    text = judge.__doc__ or ast.get_docstring(ast.parse(inspect.getsource(judge)).body[0]) or ""
+    return " ".join(text.split())
 
 
 class Prediction(msgspec.Struct, frozen=True):

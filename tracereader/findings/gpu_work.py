@@ -6,21 +6,8 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import (
-    COMPILE,
-    CPU,
-    GPU,
-    NO_GPU,
-    TABLE,
-    TREE,
-    Verdict,
-    activities,
-    counted,
-    finding,
-    listed,
-    part_of,
-    size,
-)
+from tracereader.findings import finding as words
+from tracereader.findings.finding import COMPILE, CPU, GPU, NO_GPU, TABLE, TREE, Verdict, counted, finding, listed
 from tracereader.trace.kernel_names import short
 
 # The ratio of a step's summed times to its busy time. On the H200 it is 2.4 if each kernel starts during the one
@@ -42,8 +29,9 @@ def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
 
 
-@finding(TABLE, "one row with most of the GPU time", "This is the hotspot. Start with it.", teaches=True)
+@finding(TABLE, "one row with most of the GPU time", teaches=True)
 def hotspot(summary: Summary) -> Verdict:
+    """This is the hotspot. Start with it."""
     total = Counter()
     for one in summary.gpu_work:
         total[one.name] += one.us
@@ -69,7 +57,9 @@ def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
 def occupancy_asked_once(summary: Summary) -> Verdict:
     asking = [step for step in summary.steps if step.occupancy_queries]
     if not asking:
-        return Verdict(True, f"none in {_span(summary)}: any query came before the recorded steps")
+        first, last = summary.steps[0].number, summary.steps[-1].number
+        span = f"steps {first} to {last}" if first != last else first
+        return Verdict(True, f"none in {span}: any query came before the recorded steps")
     first = asking[0]
     seen = f"{counted(first.occupancy_queries, 'query', 'queries')} in step {first.number}"
     if len(asking) > 1:
@@ -78,20 +68,10 @@ def occupancy_asked_once(summary: Summary) -> Verdict:
     return Verdict(True, f"{seen}, none in the others")
 
 
-def _span(summary: Summary) -> str:
-    first, last = summary.steps[0].number, summary.steps[-1].number
-    return f"steps {first} to {last}" if first != last else first
-
-
-@finding(
-    CPU,
-    "an occupancy query before a launch",
-    "A library asks how many blocks of a kernel fit on a multiprocessor: cuBLAS before a GEMM (on Hopper once per "
-    "process, then it remembers the answer), CUB before a sort or a scan.",
-    needs_gpu=True,
-    teaches=True,
-)
+@finding(CPU, "an occupancy query before a launch", needs_gpu=True, teaches=True)
 def occupancy_query(summary: Summary) -> Verdict:
+    """A library asks how many blocks of a kernel fit on a multiprocessor: cuBLAS before a GEMM (on Hopper once per
+    process, then it remembers the answer), CUB before a sort or a scan."""
     asking = [step for step in summary.steps if step.occupancy_queries]
     total = sum(step.occupancy_queries for step in asking)
     where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
@@ -128,14 +108,14 @@ VARIES = 1.05
 @finding(
     GPU,
     "one kernel with different times in different steps",
-    "If its inputs are the same, the clock frequency, the temperature or other work on the GPU changed. Use the "
-    "median, not the mean.",
     predicts="the same kernel on the same data takes a different time in each step",
     needs_gpu=True,
     claims="14",
     teaches=True,
 )
 def duration_varies(summary: Summary) -> Verdict:
+    """If its inputs are the same, the clock frequency, the temperature or other work on the GPU changed. Use the
+    median, not the mean."""
     # Each position in the step is compared with itself, because one kernel name may do different work at each.
     widest = max(
         # Collectives are left out because their time depends on peers. Overlapping kernels share the GPU.
@@ -164,16 +144,13 @@ def bias_copy_then_gemm(summary: Summary) -> Verdict:
     copy = next((one for one in work if one.kind == "memcpy"), None)
     seen = listed(kinds)
     if copy is not None and copy.bytes_moved and "DtoD" in copy.name:
-        seen += f"; the copy of {size(copy.bytes_moved // 2)} takes {copy.us:.1f} µs"
+        seen += f"; the copy of {words.size(copy.bytes_moved // 2)} takes {copy.us:.1f} µs"
     return Verdict(kinds == ["memcpy", "GEMM"], seen)
 
 
-@finding(
-    GPU,
-    "a device-to-device copy before a GEMM",
-    "addmm copies the bias into the output, and the GEMM adds to it (beta = 1). This saves no kernel.",
-)
+@finding(GPU, "a device-to-device copy before a GEMM")
 def copy_before_gemm(summary: Summary) -> Verdict:
+    """addmm copies the bias into the output, and the GEMM adds to it (beta = 1). This saves no kernel."""
     work = [one for one in summary.gpu_work if one.kind != "memset"]
     for copy, after in itertools.pairwise(work):
         adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get("epilogue", "")
@@ -183,8 +160,9 @@ def copy_before_gemm(summary: Summary) -> Verdict:
     return Verdict(False, "")
 
 
-@finding(TREE, "addmm without an add", "The GEMM's epilogue adds the bias while it writes the result.", teaches=True)
+@finding(TREE, "addmm without an add", teaches=True)
 def addmm_without_add(summary: Summary) -> Verdict:
+    """The GEMM's epilogue adds the bias while it writes the result."""
     launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
     for one in summary.gpu_work:
         alone = launched["aten::addmm"] == (
@@ -262,13 +240,9 @@ def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
     return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
 
 
-@finding(
-    COMPILE,
-    "a triton_poi_fused_… kernel",
-    "Several pointwise ops run in one kernel. Their intermediate results never go through memory.",
-    teaches=True,
-)
+@finding(COMPILE, "a triton_poi_fused_… kernel", teaches=True)
 def pointwise_ops_fused(summary: Summary) -> Verdict:
+    """Several pointwise ops run in one kernel. Their intermediate results never go through memory."""
     for one in summary.gpu_work:
         if "triton_poi_" in one.name and one.name_says.get("fuses", "").count(","):
             return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
@@ -313,53 +287,38 @@ def graph_replay_without_copies(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
     others = [one for one in summary.gpu_work if not one.from_graph]
     launches = counted(summary.graph_launches, "graph launch", "graph launches")
-    seen = f"{activities(len(replayed))} from {launches}"
+    seen = f"{words.activities(len(replayed))} from {launches}"
     if not others:
         return Verdict(bool(replayed), seen)
     because = "a graph replays fixed addresses, so inputs that may change are copied in first"
     return Verdict(False, f"{seen}, and {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
 
 
-@finding(
-    CPU,
-    "cudaGraphLaunch",
-    "One launch of a CUDA graph replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
-    "max-autotune).",
-    teaches=True,
-)
+@finding(CPU, "cudaGraphLaunch", teaches=True)
 def graph_replay(summary: Summary) -> Verdict:
+    """One launch of a CUDA graph replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or
+    max-autotune)."""
     replayed = [one for one in summary.gpu_work if one.from_graph]
     launches = summary.graph_launches
-    return Verdict(
-        bool(replayed),
-        f"{activities(len(replayed))} from {counted(launches, 'launch', 'launches')}",
-    )
+    return Verdict(bool(replayed), f"{words.activities(len(replayed))} from {counted(launches, 'launch', 'launches')}")
 
 
-@finding(
-    COMPILE,
-    "copies before a cudaGraphLaunch",
-    "A graph reads fixed addresses, so its inputs are copied in. Copies of large inputs can cost more than the "
-    "launches that the graph saves.",
-    change="static_inputs",
-)
+@finding(COMPILE, "copies before a cudaGraphLaunch", change="static_inputs")
 def copies_into_graph(summary: Summary) -> Verdict:
+    """A graph reads fixed addresses, so its inputs are copied in. Copies of large inputs can cost more than the
+    launches that the graph saves."""
     copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]
     if not copies or not graph_replay.ask(summary).holds:
         return Verdict(False, "")
     us = sum(one.us for one in copies)
     total = summary.summed_us
-    return Verdict(True, f"{part_of(us, total)} of GPU work per step")
+    return Verdict(True, f"{words.part_of(us, total)} of GPU work per step")
 
 
-@finding(
-    GPU,
-    "a kernel with fewer blocks than half of the multiprocessors",
-    "The other multiprocessors have nothing to do while it runs. More rows, a larger batch, another layout or another "
-    "algorithm (a split reduction) gives it more blocks; a kernel that computes one thing after another needs no more.",
-    needs_gpu=True,
-)
+@finding(GPU, "a kernel with fewer blocks than half of the multiprocessors", needs_gpu=True)
 def few_blocks(summary: Summary) -> Verdict:
+    """The other multiprocessors have nothing to do while it runs. More rows, a larger batch, another layout or another
+    algorithm (a split reduction) gives it more blocks; a kernel that computes one thing after another needs no more."""
     if not summary.source.sms:
         return Verdict(None, "the number of multiprocessors is not known")
     by_grid = Counter()
@@ -372,7 +331,7 @@ def few_blocks(summary: Summary) -> Verdict:
     (name, blocks), _ = by_grid.most_common(1)[0]
     few = f"{counted(len(found), 'kernel')} with fewer blocks than half of the {summary.source.sms} multiprocessors"
     costliest = f"the costliest is {short(name, 40)}, with {counted(blocks, 'block')}"
-    return Verdict(True, f"{few}: {part_of(us, summary.summed_us)} of GPU work; {costliest}")
+    return Verdict(True, f"{few}: {words.part_of(us, summary.summed_us)} of GPU work; {costliest}")
 
 
 def _has_few_blocks(one: GpuWork, sms: int) -> bool:

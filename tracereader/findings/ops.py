@@ -5,18 +5,8 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.cpu import OpTimes
-from tracereader.findings.finding import (
-    COMPILE,
-    TABLE,
-    TREE,
-    Verdict,
-    counted,
-    duration,
-    finding,
-    in_one_unit,
-    listed,
-    part_of,
-)
+from tracereader.findings import finding as words
+from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted, duration, finding, listed
 from tracereader.findings.steps import compiled
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOOKUP, PREGRAPH, PROLOGUE, REGION, WRAPPERS
 from tracereader.trace.op_names import EMPTY, MATMULS, SLICES
@@ -57,38 +47,32 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
     label = summary.cpu.label
     if label is None or not label.calls_inside:
         return Verdict(None, "the step has no annotation with ops in it")
-    unit, (total, own, below) = in_one_unit([label.us, label.self_us, label.us - label.self_us])
+    unit, (total, own, below) = words.in_one_unit([label.us, label.self_us, label.us - label.self_us])
     seen = f"{label.name}: {total} {unit} in total, {own} self, {below} in the ops below it"
     return Verdict(label.self_us < label.us - label.self_us, seen)
 
 
-@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.", teaches=True)
+@finding(TABLE, "a row with very many calls", teaches=True)
 def many_calls(summary: Summary) -> Verdict:
+    """Many cheap calls add up. Try to batch or fuse them."""
     # The busiest op of the rungs' MLP runs 9 times a step and is not a bottleneck.
     name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
     return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls per step" if op else "")
 
 
-@finding(
-    TABLE,
-    "a row's total far above its self time",
-    "The time is spent in the calls below it. Look at those rows.",
-    teaches=True,
-)
+@finding(TABLE, "a row's total far above its self time", teaches=True)
 def cost_in_children(summary: Summary) -> Verdict:
+    """The time is spent in the calls below it. Look at those rows."""
     label = summary.cpu.label
     if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
-    return Verdict(True, f"{label.name}: {part_of(label.self_us, label.us, 'of self time in a total of')}, in one call")
+    times = words.part_of(label.self_us, label.us, "of self time in a total of")
+    return Verdict(True, f"{label.name}: {times}, in one call")
 
 
-@finding(
-    TABLE,
-    "the annotation twice, with a percentage over 100",
-    "The second row is the annotation's span on the GPU, including idle time. Read the kernels' rows instead.",
-    teaches=True,
-)
+@finding(TABLE, "the annotation twice, with a percentage over 100", teaches=True)
 def annotation_twice(summary: Summary) -> Verdict:
+    """The second row is the annotation's span on the GPU, including idle time. Read the kernels' rows instead."""
     label, step = summary.cpu.label, summary.chosen
     # If a step has several annotations, none of them spans the step.
     if label is None or summary.places.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
@@ -109,13 +93,9 @@ def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
     return Verdict(child in inside, f"{parent} calls {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
 
 
-@finding(
-    TREE,
-    "matmul or linear that ends in mm, addmm or bmm",
-    "The dispatcher chooses by the inputs' shapes. The last op is the one that launches.",
-    teaches=True,
-)
+@finding(TREE, "matmul or linear that ends in mm, addmm or bmm", teaches=True)
 def resolves_to_a_product(summary: Summary) -> Verdict:
+    """The dispatcher chooses by the inputs' shapes. The last op is the one that launches."""
     above = None
     for call in summary.cpu.chain:
         if above is not None and call.depth <= above.depth:
@@ -151,14 +131,9 @@ def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     return Verdict(not launching, f"{counted(len(found), 'call')}, {listed(launching)} with GPU work")
 
 
-@finding(
-    TREE,
-    "t, view, reshape, … without GPU work",
-    "These ops change shape and strides on the CPU. No data moves.",
-    needs_gpu=True,
-    teaches=True,
-)
+@finding(TREE, "t, view, reshape, … without GPU work", needs_gpu=True, teaches=True)
 def views_launch_nothing(summary: Summary) -> Verdict:
+    """These ops change shape and strides on the CPU. No data moves."""
     counts = Counter(call.name for call in summary.cpu.chain if call.name in VIEWS and not call.reaches_gpu)
     return Verdict(bool(counts), f"{counted(counts.total(), 'call')} per step: {', '.join(sorted(counts)[:6])}")
 
@@ -193,49 +168,37 @@ def no_compile_rows(summary: Summary) -> Verdict:
 @finding(predicts=lambda op: f"torch.compile takes more CPU time to reach {op} than {op} itself takes", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
-    seen = part_of(us, step, "of the step's CPU time of")
+    seen = words.part_of(us, step, "of the step's CPU time of")
     return Verdict(0 < us < step / 2, f"{op} takes {seen}")
 
 
-@finding(
-    COMPILE,
-    "TorchDynamo Cache Lookup in every step",
-    "Guards are checked in every call. For one or two ops this costs more CPU time than it saves.",
-    change="skip_guards",
-)
+@finding(COMPILE, "TorchDynamo Cache Lookup in every step", change="skip_guards")
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
+    """Guards are checked in every call. For one or two ops this costs more CPU time than it saves."""
     if not summary.compiled.cache_lookups or not all(summary.compiled.cache_lookups):
         return Verdict(False, "")
     lookup = sum(one.total_us for name, one in summary.cpu.ops.items() if name.startswith(LOOKUP))
     # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
     rows = [one for name, one in summary.cpu.ops.items() if name.startswith((*COMPILED_ROWS, PREGRAPH))]
     own = sum(one.self_us for one in rows)
-    lookups = part_of(lookup, summary.chosen.cpu_us, "of the step's CPU time of")
+    lookups = words.part_of(lookup, summary.chosen.cpu_us, "of the step's CPU time of")
     seen = f"{lookups}; with pregraph bytecode, prologues and the regions' self time it is {duration(own)}"
     return Verdict(True, seen)
 
 
-@finding(
-    COMPILE,
-    "the same graph hash in all steps",
-    "The compiled graph is reused, and nothing is recompiled.",
-    teaches=True,
-)
+@finding(COMPILE, "the same graph hash in all steps", teaches=True)
 def same_graph_in_all_steps(summary: Summary) -> Verdict:
+    """The compiled graph is reused, and nothing is recompiled."""
     again = len(summary.steps) > 1 and _same_graphs(summary)
     graphs = counted(len(summary.compiled.graphs), "graph hash", "graph hashes")
     seen = f"{graphs} in {counted(len(summary.steps), 'step')}"
     return Verdict(again and not summary.compiled.recompiled, seen)
 
 
-@finding(
-    COMPILE,
-    "Torch-Compiled Region n/1 or higher",
-    "torch.compile recompiled because a guard failed, for example after shapes, dtypes or strides changed. Look at the "
-    "time of the first call, too.",
-    change="recompile",
-)
+@finding(COMPILE, "Torch-Compiled Region n/1 or higher", change="recompile")
 def recompiled(summary: Summary) -> Verdict:
+    """torch.compile recompiled because a guard failed, for example after shapes, dtypes or strides changed. Look at the
+    time of the first call, too."""
     steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
     seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
     return Verdict(bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]))

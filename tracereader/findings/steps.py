@@ -12,22 +12,8 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.recording import Recording
 from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE_CALLS, Excess, StepFacts
-from tracereader.findings.finding import (
-    CPU,
-    GPU,
-    ROOFS,
-    TABLE,
-    Verdict,
-    activities,
-    copies_as_noun,
-    counted,
-    duration,
-    family_as_noun,
-    finding,
-    in_one_unit,
-    listed,
-    part_of,
-)
+from tracereader.findings import finding as words
+from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, finding, in_one_unit, part_of
 from tracereader.trace import STEP
 from tracereader.trace.backends import shows_use
 from tracereader.trace.kernel_names import cut
@@ -84,6 +70,12 @@ MUCH_SLOWER = 5
 ALIKE_SPREAD = 3
 
 
+def parts_besides_compute(gpu: GpuTime) -> dict[str, float]:
+    """Return the time (µs) of each of PARTS."""
+    busy = {"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us}
+    return busy | {key: getattr(gpu, f"idle_{key}_us") for key in PARTS if key not in busy}
+
+
 def regime(summary: Summary) -> str:
     """Return the regime as one of WORDS, or that no GPU activity was recorded."""
     return without_activity(summary) if summary.waits_for == "cpu-only" else WORDS[summary.waits_for]
@@ -134,7 +126,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         share = sum(one.us for one in near) / min(summary.summed_us, summary.gpu_us)
         near_the_roof = (
             f"{min(share, 1.0):.0%} of the busy time is in kernels that reach {reached(near):.0%} of the data sheet's "
-            f"{ROOFS[found][0]}"
+            f"{words.ROOFS[found][0]}"
         )
         return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof, which) + _untraced(summary)
     busy_in = _largest_family(gpu, summary.gpu_work)
@@ -223,11 +215,7 @@ def reached(work: Sequence[GpuWork | CpuWork]) -> float:
 
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
-    """Return what limits a step without GPU work, and a sentence with the figures.
-
-    compute or memory need the best rates that a run measured on its machine. outside means that much of the step is
-    outside of recorded ops. Otherwise it is cpu-only.
-    """
+    """Return what limits a step without GPU work (outside: time in no recorded op), and a sentence with the figures."""
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
     for one in summary.cpu.work:
         if one.of_roof is not None:
@@ -236,7 +224,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
             share = reached(ops)
-            took = f"{us / step_us:.0%} of the step is in ops that reach {share:.0%} of the {ROOFS[roof][1]}"
+            took = f"{us / step_us:.0%} of the step is in ops that reach {share:.0%} of the {words.ROOFS[roof][1]}"
             small = ": the ops are small, or other programs use the cores, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
     if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
@@ -338,9 +326,9 @@ def of_recording(summary: Summary) -> list[str]:
     if found.clipped:
         several = found.clipped > 1
         said.append(
-            f"{activities(found.clipped)} {'were' if several else 'was'} recorded as ending after a later one of the "
-            f"same stream, or after a wait for the GPU, which cannot be: {'they are' if several else 'it is'} cut off "
-            f"there, by {duration(found.clipped_us)}{' in sum' * several}"
+            f"{words.activities(found.clipped)} {'were' if several else 'was'} recorded as ending after a later one of "
+            f"the same stream, or after a wait for the GPU, which cannot be: {'they are' if several else 'it is'} cut "
+            f"off there, by {duration(found.clipped_us)}{' in sum' * several}"
         )
     if found.earlier_us:
         said.append(
@@ -349,7 +337,9 @@ def of_recording(summary: Summary) -> list[str]:
         )
     if summary.busy_by_device:
         shares = [f"GPU {device} {share:.0%}" for device, share in sorted(summary.busy_by_device.items())]
-        said.append(f"one process uses several GPUs, which are busy for these shares of the time: {listed(shares)}")
+        said.append(
+            f"one process uses several GPUs, which are busy for these shares of the time: {words.listed(shares)}"
+        )
     around = found.before_us + found.after_us
     if around > MUCH_OUTSIDE * summary.recorded_step_us:
         launched = " with a launch call" * found.earlier_work
@@ -385,17 +375,14 @@ def bound_by(summary: Summary) -> str:
 
 
 def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
-    """Return a clause on the family with most of the GPU's busy time. Overlapping time counts once.
-
-    work: the GPU work of a step, by which the clause says which kind of copies most are.
-    """
+    """Return a clause on the family with most of the GPU's busy time; of copies, on the kind of most in `work`."""
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]
-    noun, kernels_us = family_as_noun(family), gpu.compute_by_family.get("copy", 0.0)
+    noun, kernels_us = words.family_as_noun(family), gpu.compute_by_family.get("copy", 0.0)
     if family == "copy" and kernels_us:
         many_copies = gpu.exposed_copy_us >= MOSTLY_KERNELS * us
-        us, noun = us if many_copies else kernels_us, copies_as_noun(many_copies, by_kernels=True)
+        us, noun = us if many_copies else kernels_us, words.copies_as_noun(many_copies, by_kernels=True)
         moving = [one for one in work if one.family == "copy"]
         gathering = sum(one.us for one in moving if one.kind == "kernel" and GATHERING.search(one.name))
         noun += ", mostly gathers and scatters" * (2 * gathering > sum(one.us for one in moving))
@@ -424,28 +411,17 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
     return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
 
 
-@finding(
-    TABLE,
-    "a CPU self total far above the GPU's",
-    "The step is overhead-bound, because the GPU waits for the CPU to launch kernels: give each launch more work "
-    "(larger or batched inputs), or fuse kernels so that there are fewer launches.",
-    needs_gpu=True,
-    said_above=True,
-    change="larger_batch",
-)
+@finding(TABLE, "a CPU self total far above the GPU's", needs_gpu=True, said_above=True, change="larger_batch")
 def overhead_bound(summary: Summary) -> Verdict:
+    """The step is overhead-bound, because the GPU waits for the CPU to launch kernels: give each launch more work
+    (larger or batched inputs), or fuse kernels so that there are fewer launches."""
     cpu, gpu = _self_totals(summary)
     return Verdict(summary.waits_for == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
 
 
-@finding(
-    TABLE,
-    "a GPU self total near the CPU's, or above it",
-    "The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster.",
-    needs_gpu=True,
-    said_above=True,
-)
+@finding(TABLE, "a GPU self total near the CPU's, or above it", needs_gpu=True, said_above=True)
 def gpu_bound(summary: Summary) -> Verdict:
+    """The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster."""
     cpu, gpu = _self_totals(summary)
     busy = summary.waits_for in ("compute", "memory", "gpu")
     return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
@@ -557,14 +533,10 @@ def _took(more: Excess, names: list[str]) -> str:
     return ", ".join(whose) + ", and other calls took less" * less
 
 
-@finding(
-    CPU,
-    "a first step much slower than the others",
-    "In a cold start, code is loaded, memory is allocated and algorithms are chosen. Warm up before profiling. If all "
-    "calls are slower by similar factors, the profiler has probably just started: read the other steps.",
-    said_above=True,
-)
+@finding(CPU, "a first step much slower than the others", said_above=True)
 def slow_first_step(summary: Summary) -> Verdict:
+    """In a cold start, code is loaded, memory is allocated and algorithms are chosen. Warm up before profiling. If all
+    calls are slower by similar factors, the profiler has probably just started: read the other steps."""
     first = summary.steps[0]
     if first.times_the_typical is None or not summary.source.has_steps:
         return Verdict(False, f"the first step took {duration(first.cpu_us)}")
@@ -631,13 +603,9 @@ def _gaps(summary: Summary) -> list[float]:
     return [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
 
 
-@finding(
-    CPU,
-    "a gap between the annotation's start and its first op",
-    "This is also cold-start cost, before the first op.",
-    teaches=True,
-)
+@finding(CPU, "a gap between the annotation's start and its first op", teaches=True)
 def late_first_op(summary: Summary) -> Verdict:
+    """This is also cold-start cost, before the first op."""
     # On the H200's machine, record_function itself takes 3 to 6 µs.
     gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
     if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < LONG_GAP * median(gaps[1:]):
@@ -672,21 +640,18 @@ def one_buffer_request(summary: Summary) -> Verdict:
     return Verdict(len(requests) == 1 and len(before) == 1, seen)
 
 
-@finding(
-    GPU,
-    "an Activity Buffer Request",
-    "The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's.",
-    teaches=True,
-)
+@finding(GPU, "an Activity Buffer Request", teaches=True)
 def buffer_request(summary: Summary) -> Verdict:
+    """The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's."""
     requests = summary.profiler.buffer_requests
     return Verdict(
         bool(requests), f"{counted(len(requests), 'request')}, {duration(sum(one.us for one in requests))} in all"
     )
 
 
-@finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
+@finding(CPU, "module or function loading")
 def module_loading(summary: Summary) -> Verdict:
+    """CUDA loads code when it is first used. This is cold-start cost."""
     loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
     return Verdict(
         bool(loads),
@@ -704,47 +669,32 @@ def long_final_sync(summary: Summary) -> Verdict:
     return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
 
-@finding(
-    CPU,
-    "a long cudaDeviceSynchronize after the last step",
-    "The profiler waits for the GPU before it collects its records. After much GPU work, the wait is for queued "
-    "kernels. After little GPU work, the GPU is idle for most of the wait.",
-    teaches=True,
-)
+@finding(CPU, "a long cudaDeviceSynchronize after the last step", teaches=True)
 def final_synchronization(summary: Summary) -> Verdict:
+    """The profiler waits for the GPU before it collects its records. After much GPU work, the wait is for queued
+    kernels. After little GPU work, the GPU is idle for most of the wait."""
     # The shortest on the H200 took 8.5 µs, the time of the call itself.
     us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
     long = us is not None and us > max(20, 0.05 * summary.window_us)
     return Verdict(long, f"{duration(us or 0)}, for {duration(busy)} of GPU work")
 
 
-@finding(
-    CPU,
-    "a synchronization inside a step that leaves the GPU idle",
-    "The CPU waits for a result (.item(), nonzero, a blocking copy) and launches nothing meanwhile. Remove the "
-    "synchronization, or ask for the result later.",
-    needs_gpu=True,
-    change="remove_sync",
-)
+@finding(CPU, "a synchronization inside a step that leaves the GPU idle", needs_gpu=True, change="remove_sync")
 def sync_idles_the_gpu(summary: Summary) -> Verdict:
+    """The CPU waits for a result (.item(), nonzero, a blocking copy) and launches nothing meanwhile. Remove the
+    synchronization, or ask for the result later."""
     syncs = [one for one in summary.training.syncs if one.idle_us]
     us = sum(one.idle_us for one in syncs)
-    calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
+    calls = words.listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
     # A launch alone takes 5 µs.
     return Verdict(
-        us > 5,
-        f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}",
+        us > 5, f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}"
     )
 
 
-@finding(
-    GPU,
-    "kernels that start long after their launch",
-    "The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches.",
-    needs_gpu=True,
-    teaches=True,
-)
+@finding(GPU, "kernels that start long after their launch", needs_gpu=True, teaches=True)
 def kernels_queue(summary: Summary) -> Verdict:
+    """The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches."""
     # A launch reaches an idle GPU in 5 to 15 µs on the H200.
     waits = [
         one.launch_to_start_us for one in summary.gpu_work if one.launch_to_start_us is not None and not one.from_graph
@@ -756,14 +706,9 @@ def kernels_queue(summary: Summary) -> Verdict:
     return Verdict(median(waits) > 30 and ahead, seen)
 
 
-@finding(
-    GPU,
-    "gaps between the kernels of one step",
-    "The GPU is idle because the CPU has not launched the next kernel.",
-    needs_gpu=True,
-    teaches=True,
-)
+@finding(GPU, "gaps between the kernels of one step", needs_gpu=True, teaches=True)
 def gaps_between_kernels(summary: Summary) -> Verdict:
+    """The GPU is idle because the CPU has not launched the next kernel."""
     span, found = summary.chosen.gpu_span_us, summary.step_gpu
     gaps = found.idle_not_launched_us if found else 0.0
     seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans"
@@ -771,14 +716,10 @@ def gaps_between_kernels(summary: Summary) -> Verdict:
     return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
 
-@finding(
-    GPU,
-    "gaps between the kernels of a CUDA graph",
-    "A graph removes the launches, but each kernel still ends before the next one begins. Fewer and larger kernels "
-    "have fewer gaps.",
-    needs_gpu=True,
-)
+@finding(GPU, "gaps between the kernels of a CUDA graph", needs_gpu=True)
 def gaps_in_a_graph(summary: Summary) -> Verdict:
+    """A graph removes the launches, but each kernel still ends before the next one begins. Fewer and larger kernels
+    have fewer gaps."""
     span, gaps = summary.chosen.gpu_span_us, summary.idle_in_graphs_us
     kernels = sum(one.kind == "kernel" and one.from_graph for one in summary.gpu_work)
     if kernels < 2 or 2 * kernels < len(summary.gpu_work):

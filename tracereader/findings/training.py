@@ -16,13 +16,10 @@ MUCH_EXPOSED = 0.05
 
 
 @finding(
-    CPU,
-    "forward ops inside backward",
-    "Activation checkpointing recomputes activations that were not kept. This trades time for memory.",
-    predicts="forward ops run again inside the backward",
-    change="no_recompute",
+    CPU, "forward ops inside backward", predicts="forward ops run again inside the backward", change="no_recompute"
 )
 def recomputation(summary: Summary) -> Verdict:
+    """Activation checkpointing recomputes activations that were not kept. This trades time for memory."""
     again = summary.training.recomputed
     if again is None:
         return Verdict(False, "no forward op runs again in the backward")
@@ -32,14 +29,10 @@ def recomputation(summary: Summary) -> Verdict:
     return Verdict(True, f"{counted(again.calls, 'forward op')} per step, {where}")
 
 
-@finding(
-    CPU,
-    "ops that autograd records in a trace without backward",
-    "If no backward follows, autograd keeps tensors and takes CPU time for nothing, and PyTorch's transformer layers "
-    "do not take their fast path. Use torch.inference_mode() or torch.no_grad().",
-    change="no_autograd",
-)
+@finding(CPU, "ops that autograd records in a trace without backward", change="no_autograd")
 def gradients_without_backward(summary: Summary) -> Verdict:
+    """If no backward follows, autograd keeps tensors and takes CPU time for nothing, and PyTorch's transformer layers
+    do not take their fast path. Use torch.inference_mode() or torch.no_grad()."""
     nodes = summary.training.unused_nodes
     seen = f"autograd records {counted(nodes, 'op')} of a step, and the trace has no backward"
     return Verdict(nodes >= MANY_NODES, seen)
@@ -48,13 +41,13 @@ def gradients_without_backward(summary: Summary) -> Verdict:
 @finding(
     CPU,
     "an optimizer that launches kernels for each parameter",
-    "The optimizer loops over the parameters. With foreach=True one launch updates many of them, and with fused=True "
-    "it does the whole update.",
     predicts="the optimizer launches kernels for each parameter",
     needs_gpu=True,
     change="fused_optimizer",
 )
 def optimizer_for_loop(summary: Summary) -> Verdict:
+    """The optimizer loops over the parameters. With foreach=True one launch updates many of them, and with fused=True
+    it does the whole update."""
     of_loops = (one for one in summary.training.optimizers if one.how == "for-loop" and one.faster)
     loops = [one for one in of_loops if one.launches >= MANY_LAUNCHES]
     if not loops:
@@ -69,14 +62,11 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
 
 
 @finding(
-    CPU,
-    "a step that waits for the DataLoader",
-    "The next batch is not ready when the step needs it. Use more workers, do less work per sample, or prepare "
-    "batches ahead.",
-    predicts="the step waits for the DataLoader",
-    change="data_loader",
+    CPU, "a step that waits for the DataLoader", predicts="the step waits for the DataLoader", change="data_loader"
 )
 def starving(summary: Summary) -> Verdict:
+    """The next batch is not ready when the step needs it. Use more workers, do less work per sample, or prepare batches
+    ahead."""
     waits = summary.training.loading
     if waits is None:
         return Verdict(False, "no DataLoader in the trace")

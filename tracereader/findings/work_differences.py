@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from tracereader.figures import changed_work
-from tracereader.figures.changed_work import Activities, Merged, Named, Pair, Relaunched, Replaced
+from tracereader.figures.changed_work import Activities, Merged, Named, Pair, Relaunched
 from tracereader.figures.side import Side
 from tracereader.trace.kernel_names import decode, labels, short
 
@@ -19,7 +19,9 @@ def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
     changed += [_merged(found.merged)] if found.merged else []
     changed += [_instances(pair) for pair in found.instances]
     changed += [f"{_relaunched(one)}: {short(one.after.name, WIDEST)}" for one in found.relaunched]
-    changed += [_replaced(one) for one in found.replaced]
+    for one in found.replaced:
+        shown = _labels(one.before, one.after)
+        changed.append(f"{one.calls:,} x {one.op}: {_counted(one.before, shown)} → {_counted(one.after, shown)}")
     shown = _labels(found.gone, found.new)
     for what, some in (("gone", found.gone), ("new", found.new)):
         changed += [f"GPU work {what}: {_counted(some, shown)}"] if some.by_name else []
@@ -68,11 +70,6 @@ def _relaunched(one: Relaunched) -> str:
     launches = "launch" if one.after.count == 1 else "launches"
     times = f"{one.before.us:,.1f} → {one.after.us:,.1f} µs"
     return f"{asking} in {one.after.count:,} {launches} instead of {one.before.count:,} ({times})"
-
-
-def _replaced(one: Replaced) -> str:
-    shown = _labels(one.before, one.after)
-    return f"{one.calls:,} x {one.op}: {_counted(one.before, shown)} → {_counted(one.after, shown)}"
 
 
 def _labels(*some: Activities) -> dict[str, str]:

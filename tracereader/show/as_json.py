@@ -76,14 +76,8 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     document["busy_machine"] = steps.busy_machine(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {
-            "name": one.name,
-            "where": one.where,
-            "see": one.see,
-            "means": one.means,
-            "figure": verdict.evidence,
-            "change": one.change or None,
-        }
+        {key: getattr(one, key) for key in ("name", "where", "see", "means")}
+        | {"figure": verdict.evidence, "change": one.change or None}
         for one, verdict in cheatsheet.found(summary)
     ]
     document["predictions"] = [

@@ -45,10 +45,7 @@ def show(out: Console, step: Step, summary: Summary, layers: Mapping[int, str], 
 
 
 def _slowest_path(out: Console, calls: Sequence[Op], layers: Mapping[int, str]) -> None:
-    """Print the calls of one depth by name, then the same inside the longest call of the costliest name.
-
-    calls: those of the outermost depth.
-    """
+    """Print the outermost calls by name, then the same inside the longest call of the costliest name, and so on."""
     deeper = 0
     for depth in range(DEPTHS_SHOWN):
         if not calls:

@@ -18,18 +18,11 @@ def show(out: Console, summary: Summary, view: View) -> None:
     unit, exposed = unit_of([one.us for one in shown]), unit_of([one.exposed_us for one in shown])
     grouped = len({one.group for one in found.collectives}) > 1
     cells = [
-        (
-            one.kind or "not described",
-            *[one.group or "–"] * grouped,
-            "–" if one.size is None else f"{one.size:,}",
-            "–" if one.bytes is None else size(one.bytes),
-            f"{one.per_step:,.3g}",
-            unit(one.us),
-            exposed(one.exposed_us),
-            "–" if one.bus_gb_s is None else f"{one.bus_gb_s:,.1f}",
-        )
+        (one.kind or "not described", *[one.group or "–"] * grouped, "–" if one.size is None else f"{one.size:,}",
+         "–" if one.bytes is None else size(one.bytes), f"{one.per_step:,.3g}", unit(one.us), exposed(one.exposed_us),
+         "–" if one.bus_gb_s is None else f"{one.bus_gb_s:,.1f}")
         for one in shown
-    ]
+    ]  # fmt: skip
     if rest:
         calls, us = sum(one.per_step for one in rest), sum(one.exposed_us for one in rest)
         cells.append((others(rest), *[""] * grouped, "", "", f"{calls:,.3g}", "", exposed(us), ""))

@@ -1,7 +1,8 @@
 """Several runs side by side: the pace and its reason, the figures, the predictions, the changes."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -14,16 +15,7 @@ from tracereader.findings import differences, faster, gpu_work, steps
 from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
 from tracereader.replay import Refused
 from tracereader.show import warnings
-from tracereader.show.text import (
-    LEAST_NAME,
-    Name,
-    console,
-    paragraph,
-    percent,
-    plain,
-    print_columns,
-    printable,
-)
+from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
@@ -45,10 +37,7 @@ def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportun
 
 
 def side_by_side(
-    summaries: Sequence[Summary],
-    view: View,
-    previous: bool = False,
-    proposed: Sequence[Sequence[Opportunity]] = (),
+    summaries: Sequence[Summary], view: View, previous: bool = False, proposed: Sequence[Sequence[Opportunity]] = ()
 ) -> None:
     """Print several runs, each compared with the first, or with the one before it.
 
@@ -172,13 +161,11 @@ def _assumed(one: Opportunity) -> str:
 def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
     """Print times, counts and memory: a measure is a row, a run a column."""
     some = [side.summary for side in sides]
-    on_gpu = [one.has_gpu_work for one in some]
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    times = partial(add_times, rows)
 
-    def times(name: str, values: Sequence[float | None]) -> None:
-        if any(values):
-            unit, cells = in_columns(values)
-            rows.append((f"{name}, {unit}", *cells))
+    def gpu(figure: Callable[[compare.Side], float]) -> list[float | None]:
+        return [figure(side) if side.summary.has_gpu_work else None for side in sides]
 
     def counts(name: str, values: Sequence[int | None]) -> None:
         if any(values):
@@ -189,33 +176,30 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
         times("without profiler", [one.unprofiled_step_us for one in some])
     times("CPU time", [one.chosen.cpu_us for one in some])
     times("CPU, first step", [one.steps[0].cpu_us for one in some])
-    if any(on_gpu):
+    if any(one.has_gpu_work for one in some):
         one_step = title != "per step"
-        busy = [(one.chosen.gpu_busy_us if one_step else one.gpu_us) if there else None
-                for one, there in zip(some, on_gpu, strict=True)]  # fmt: skip
-        times("GPU busy", busy)
+        times("GPU busy", gpu(lambda side: side.summary.chosen.gpu_busy_us if one_step else side.summary.gpu_us))
         if not one_step:
-            idle = [max(0.0, one.recorded_step_us - us) if us is not None else None
-                    for one, us in zip(some, busy, strict=True)]  # fmt: skip
-            times("GPU idle", idle)
-            shares = [one.idle_share if there else None for one, there in zip(some, on_gpu, strict=True)]
-            rows.append(("GPU idle, mean share", *map(percent, shares)))
+            times("GPU idle", gpu(lambda side: max(0.0, side.summary.recorded_step_us - side.summary.gpu_us)))
+            rows.append(("GPU idle, mean share", *map(percent, gpu(lambda side: side.summary.idle_share))))
         rows.append(("limited by", *(LIMITS.get(found := steps.bound_by(one), found) for one in some)))
-        counts("launches", [one.chosen.launches if there else None for one, there in zip(some, on_gpu, strict=True)])
+        counts("launches", gpu(lambda side: side.summary.chosen.launches))
         for name, kind in (("kernels", "kernel"), ("copies", "memcpy"), ("memsets", "memset")):
-            counts(name, [one.count(kind) if there else None for one, there in zip(some, on_gpu, strict=True)])
-        counts("synchronizations", [faster.synchronizations(side) if there else None
-                                    for side, there in zip(sides, on_gpu, strict=True)])  # fmt: skip
+            counts(name, gpu(lambda side, kind=kind: side.summary.count(kind)))
+        counts("synchronizations", gpu(faster.synchronizations))
     decoding = [one.llm.decoding for one in some]
     if any(decoding):
         rows.append(("tokens/s", *(tokens_s(one.tokens_s) if one else "–" for one in decoding)))
     if any(side.peak_bytes for side in sides):
         rows.append(("memory, peak", *(size(side.peak_bytes) if side.peak_bytes else "–" for side in sides)))
-    print_columns(out, (title, *_heads(sides)), rows)
+    print_columns(out, (title, *(f"run {number}" for number in range(1, len(sides) + 1))), rows)
 
 
-def _heads(sides: Sequence[compare.Side]) -> list[str]:
-    return [f"run {number}" for number in range(1, len(sides) + 1)]
+def add_times(rows: list[tuple[str, ...]], name: str, values: Sequence[float | None]) -> None:
+    """Add the row of a measure (µs) with its unit, if any run has it."""
+    if any(values):
+        unit, cells = in_columns(values)
+        rows.append((f"{name}, {unit}", *cells))
 
 
 def in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:

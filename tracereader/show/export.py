@@ -43,4 +43,4 @@ def write_merged(content: bytes, target: str, force: bool, traces: list[Path], r
 
 def _put(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
     refuse_early(target, force, traces)  # again, because another program may have written the file meanwhile
-    replace(Path(target), tracks.packed_as(target, content))
+    replace(Path(target), gzip.compress(content, compresslevel=1) if target.endswith(".gz") else content)

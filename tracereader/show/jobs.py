@@ -17,7 +17,7 @@ from tracereader.findings import faster
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
 from tracereader.replay import Refused
-from tracereader.show.comparison import in_columns, prediction
+from tracereader.show.comparison import add_times, prediction
 from tracereader.show.ranks import left_out, opened
 from tracereader.show.text import console, paragraph, plain, print_columns, shown_path
 from tracereader.show.view import View
@@ -101,12 +101,7 @@ def _changed(first: RanksSummary, one: RanksSummary) -> str:
 def _figures(out: Console, summaries: Sequence[RanksSummary]) -> None:
     """Print times and counts: a measure is a row, a job a column. Of each figure, the median and the most of a rank."""
     rows: list[tuple[str, ...]] = []
-
-    def times(name: str, values: Sequence[float | None]) -> None:
-        if any(values):
-            unit, cells = in_columns(values)
-            rows.append((f"{name}, {unit}", *cells))
-
+    times = partial(add_times, rows)
     times("step", [findings.step_us(one) for one in summaries])
     times("without profiler", [findings.unprofiled_us(one) for one in summaries])
     for name, figure in FIGURES.items():

@@ -1,6 +1,6 @@
 """One step as the lanes that Perfetto shows, in characters: nested CPU slices, with GPU work below."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -42,11 +42,7 @@ ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
 def draw(
-    step: Step,
-    width: int,
-    glyphs: Glyphs,
-    marks: Sequence[Mark] = (),
-    layers: Mapping[int, str] = MappingProxyType({}),
+    step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = (), layers: Mapping[int, str] = MappingProxyType({})
 ) -> list[str]:
     """Return the lines of the picture, at most `width` columns wide. Step marks have the last row for themselves.
 
@@ -60,11 +56,7 @@ def draw(
     columns = width - margin - COUNTED
     if end <= start or columns < LEAST:
         return []
-    scale = columns / (end - start)
-
-    def column(time: int) -> int:
-        return min(columns, max(0, round((time - start) * scale)))
-
+    column = _columns_of(start, end, columns)
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for number, rows in enumerate(_cpu_rows(step)):
         # A slice too narrow for a name has only narrower slices below it.
@@ -96,16 +88,18 @@ def draw_rows(
     if not pieces or columns < LEAST:
         return []
     start, end = min(one[0] for one in pieces), max(one[1] for one in pieces)
-    scale = columns / max(1, end - start)
-
-    def column(time: int) -> int:
-        return min(columns, max(0, round((time - start) * scale)))
-
+    column = _columns_of(start, end, columns)
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for title, row in rows:
         slices = [Mark(name, left, right, "wait" if waits else "mark") for left, right, name, waits in row]
         lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
     return [line.rstrip() for line in lines]
+
+
+def _columns_of(start: int, end: int, columns: int) -> Callable[[int], int]:
+    """Return the function that gives a time's column."""
+    scale = columns / max(1, end - start)
+    return lambda time: min(columns, max(0, round((time - start) * scale)))
 
 
 def _cpu_rows(step: Step) -> list[list[list[Op]]]:

@@ -8,6 +8,7 @@ from tracereader.figures import Summary, compare
 from tracereader.findings import differences, faster, steps
 from tracereader.show.limits import MEASURES, measures, value_in_words
 from tracereader.show.page.compared import kernel_rows
+from tracereader.show.text import us as us_in_words
 from tracereader.trace.kernel_names import short
 
 KERNELS_SHOWN = 10
@@ -37,11 +38,7 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
     if rows:
         heads = ["GPU activity", *(f"run {number}, µs" for number in numbers), ""]
         cells = [
-            [
-                code(short(row["name"], NAME_SHOWN)),
-                *(f"{us:,.1f}" if us is not None else "–" for us in row["us"]),
-                row["status"],
-            ]
+            [code(short(row["name"], NAME_SHOWN)), *map(us_in_words, row["us"]), row["status"]]
             for row in rows[:KERNELS_SHOWN]
         ]
         lines += ["", *_table(heads, cells)]

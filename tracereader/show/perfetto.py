@@ -14,6 +14,7 @@ import threading
 import webbrowser
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 
 from tracereader.interrupts import raised
@@ -27,42 +28,7 @@ ORIGIN = "https://ui.perfetto.dev"
 TIMEOUT_S = 600
 ANSWER_S = 60
 LATER_S = 5  # the page gives up before that, and says so
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title>
-<style>
-body { font: 16px system-ui; max-width: 40em; margin: 4em auto; padding: 0 1em }
-button { font: inherit; padding: .6em 1.2em }
-</style>
-</head><body>
-<h1>__TITLE__</h1>
-<p>The trace is on your machine and stays there: this page gives it to the Perfetto tab that it opens.</p>
-<p><button id="open">Open in Perfetto</button> <span id="state"></span></p>
-<script nonce="__NONCE__">
-const say = text => { document.getElementById("state").textContent = text; };
-document.getElementById("open").onclick = async () => {
-  const perfetto = window.open("__ORIGIN__");
-  if (!perfetto) { say("The browser blocked the new tab: allow it for this page, and click again."); return; }
-  say("reading the trace …");
-  const buffer = await (await fetch("trace")).arrayBuffer();
-  say("waiting for Perfetto …");
-  const ping = setInterval(() => perfetto.postMessage("PING", "__ORIGIN__"), 50);
-  const giveUp = setTimeout(async () => {
-    clearInterval(ping);
-    say("Perfetto did not answer within __ANSWER_S__ s. Does this browser reach __ORIGIN__?");
-    await fetch("unreachable", {method: "POST"});
-  }, 1000 * __ANSWER_S__);
-  window.addEventListener("message", async event => {
-    if (event.origin !== "__ORIGIN__" || event.data !== "PONG" || event.source !== perfetto) return;
-    clearInterval(ping);
-    clearTimeout(giveUp);
-    perfetto.postMessage({perfetto: {buffer, title: "__TITLE__", fileName: "__TITLE__"}}, "__ORIGIN__");
-    say("handed over; this tab can be closed.");
-    await fetch("done", {method: "POST"});
-  });
-};
-</script></body></html>
-"""
+PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -77,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == f"/{self.server.token}/":
             self._page()
         elif self.path == f"/{self.server.token}/trace":
-            self._trace()
+            self._answer("application/octet-stream", self.server.content, {})
+            self.server.fetched.set()
         else:
             self._refuse(HTTPStatus.NOT_FOUND)
 
@@ -104,37 +71,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def _page(self):
         nonce = secrets.token_urlsafe(16)
-        page = PAGE
+        page = (resources.files("tracereader.show") / "perfetto.html").read_text("utf-8")
         values = (("TITLE", self.server.title), ("NONCE", nonce), ("ORIGIN", self.server.perfetto))
         for word, value in (*values, ("ANSWER_S", f"{self.server.answer_s:g}")):
             page = page.replace(f"__{word}__", value)
-        body = page.encode()
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header(
-            "Content-Security-Policy",
-            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'",
-        )
-        self._end_private()
-        self.wfile.write(body)
+        own = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'"
+        self._answer("text/html; charset=utf-8", page.encode(), {"Content-Security-Policy": own})
 
-    def _trace(self):
+    def _answer(self, kind: str, body: bytes, more: dict[str, str]):
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "application/octet-stream")
-        self.send_header("Content-Length", str(len(self.server.content)))
-        self._end_private()
-        self.wfile.write(self.server.content)
-        self.server.fetched.set()
-
-    def _end_private(self):
-        for header, value in (
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Content-Type-Options", "nosniff"),
-        ):
+        headers = {"Content-Type": kind, "Content-Length": str(len(body))} | more | PRIVATE
+        for header, value in headers.items():
             self.send_header(header, value)
         self.end_headers()
+        self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus):
         self.send_response(status)

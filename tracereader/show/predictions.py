@@ -67,10 +67,7 @@ def _about_the_gpu(count: int, more: str = "") -> str:
 
 
 def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
-    """Print the answers of a GPU's reference trace to predictions that a run on the CPU cannot decide.
-
-    more: whether other predictions are printed already.
-    """
+    """Print a GPU's reference trace's answers to predictions that a run on the CPU leaves open, perhaps as `more`."""
     reference = references.of(Path(summary.source.trace), GPU_REFERENCE)
     try:
         gpu = reference and summarize(read(reference))

@@ -143,14 +143,8 @@ def marks(step: Step, summary: Summary) -> list[Mark]:
 
 
 def _row(name: str, one: Repeat, each: Unit, in_all: Unit, total: float | None) -> tuple[str, ...]:
-    return (
-        name,
-        each(one.us),
-        each.range(one.low_us, one.high_us),
-        each(one.cpu_us),
-        in_all(one.total_us),
-        percent(one.total_us / total) if total else "",
-    )
+    share = percent(one.total_us / total) if total else ""
+    return name, each(one.us), each.range(one.low_us, one.high_us), each(one.cpu_us), in_all(one.total_us), share
 
 
 def _families(summary: Summary, one: Repeat) -> str:

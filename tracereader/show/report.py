@@ -24,44 +24,19 @@ from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, communication, decoding, recording, steps
 from tracereader.findings.device_words import in_its_words
-from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
+from tracereader.findings.finding import ROOFS, Prediction, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.replay import Refused
-from tracereader.show import (
-    chain,
-    counters,
-    inside,
-    lanes,
-    predictions,
-    repeats,
-    training,
-    warnings,
-    work,
-)
+from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import communication as collectives
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
+from tracereader.show import text as formats
 from tracereader.show.sections import SECTIONS
-from tracereader.show.text import (
-    Name,
-    Unit,
-    ascii_only,
-    capitalized,
-    console,
-    head,
-    kernel_labels,
-    paragraph,
-    percent,
-    plain,
-    print_columns,
-    print_whole,
-    sharing,
-    shown_path,
-    unit_of,
-)
-from tracereader.show.view import View, others
+from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
+from tracereader.show.view import View, others, summed
 from tracereader.trace import STEP, Step, Trace, TraceError
 from tracereader.trace.capture import read_with_captures
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -135,7 +110,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     known = summary.unprofiled_step_us is not None
     names, by_script = [one.name for one in summary.kernels], bool(summary.source.facts.script)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
-    out = console()
+    out = formats.console()
     # The order of the report. A section that appears twice has its answer above and its evidence below.
     # Few changes are known for a program without a GPU, so it is no answer that there are none.
     proposes = changes and not isinstance(changes, Refused)
@@ -145,18 +120,15 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("try", lambda: tries and try_first.show(out, changes, not view.usual, limit, known)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
-        ("short", lambda: _tokens(out, summary)),
+        ("short", lambda: [paragraph(out, plain(capitalized(one)), rest="  ") for one in decoding.in_words(summary)]),
         (ALWAYS, lambda: _notes(out, summary, view)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
-        (
-            "steps",
-            lambda: _steps(out, summary, view, predictions.evidence_against(predicted, summary) if view.brief else ""),
-        ),
+        ("steps", lambda: _steps(out, summary, view, predicted)),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("short", lambda: view.brief or collectives.show(out, summary, view)),
-        ("training", lambda: training.show(out, summary, view, ascii_only(out))),
+        ("training", lambda: training.show(out, summary, view, formats.ascii_only(out))),
         ("table", lambda: table_of_torch.show(out, profiler_table(trace), names, len(trace.steps), view)),
         ("repeats", lambda: repeats.table(out, summary)),
         ("kernels", lambda: _kernels(out, summary, view)),
@@ -166,10 +138,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("names", lambda: work.names(out, summary, view)),
         ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
         ("counters", lambda: counters.show(out, summary, view)),
-        (
-            "series",
-            lambda: series_of.show(out, over_steps, names, view, ascii_only(out), by_script),
-        ),
+        ("series", lambda: series_of.show(out, over_steps, names, view, formats.ascii_only(out), by_script)),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
@@ -190,7 +159,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         out.print(f"{name}: not in this trace{why}")
     if view.brief and view.usual:
         out.print()
-        print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
+        formats.print_whole(out, f"uv run read-trace {formats.shown_path(trace.path)}", "more:", first=False)
     elif view.usual:
         out.print()
         out.print("more: --all shows every section and row; --only patterns explains each pattern")
@@ -199,30 +168,24 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
 def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     """Return the sections that this view shows of this trace."""
     wanted = {name for name in SECTIONS if view.shows(name)}
-    if not lanes_wanted(view):
-        wanted.discard("lanes")
     if not summary.has_gpu_work:
         # The section gpu also counts activities that no step launched.
         wanted -= {name for name, one in SECTIONS.items() if one.needs_gpu and name != "gpu"}
     if view.usual:
-        wanted.discard("starts")
-        if not view.brief:
-            wanted.discard("table")  # its rows are shown below, by step
-        if len(summary.steps) < series_of.ENOUGH:
-            wanted.discard("series")
         wanted -= _redundant(summary)
-    if summary.gpu is None:  # no work in the window, though there may be some outside
-        wanted.discard("gpu")
-    if summary.counters is None:
-        wanted.discard("counters")
-    if not summary.inside:
-        wanted.discard("inside")
-    if not repeats.worth_showing(summary):
-        wanted.discard("repeats")
-    if not training.has_content(summary):
-        wanted.discard("training")
-    if not predicted:
-        wanted.discard("predictions")
+    left_out = {
+        "lanes": not lanes_wanted(view),
+        "starts": view.usual,
+        "table": view.usual and not view.brief,  # its rows are shown below, by step
+        "series": view.usual and len(summary.steps) < series_of.ENOUGH,
+        "gpu": summary.gpu is None,  # no work in the window, though there may be some outside
+        "counters": summary.counters is None,
+        "inside": not summary.inside,
+        "repeats": not repeats.worth_showing(summary),
+        "training": not training.has_content(summary),
+        "predictions": not predicted,
+    }
+    wanted -= {name for name, is_left_out in left_out.items() if is_left_out}
     if view.brief and not view.only and {"predictions", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # the lanes show them, and a prediction is about the first one
     return wanted
@@ -292,17 +255,14 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     paragraph(out, " ".join(filter(None, sentences)))
 
 
-def _tokens(out: Console, summary: Summary) -> None:
-    """Print a language model's tokens per second, and its limit."""
-    for line in decoding.in_words(summary):
-        paragraph(out, plain(capitalized(line)), rest="  ")
-
-
 def _notes(out: Console, summary: Summary, view: View) -> None:
     """Print notes and warnings about the trace itself."""
     if summary.left_out:
-        first = plain(summary.left_out[0])
-        paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
+        first, other = summary.steps[0], "typical" if len(summary.steps) > 2 else "other"
+        first_use = ", which includes cold-start cost" * steps.paid_for_first_use(first)
+        told = f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
+        name = plain(summary.left_out[0])
+        paragraph(out, f"{name} is left out of every figure over all steps: {told}", rest="  ")
     busy = steps.busy_machine(summary)
     for text in steps.of_recording(summary):
         paragraph(out, plain(text), "[yellow]note[/yellow] ", " " * 5)
@@ -310,29 +270,13 @@ def _notes(out: Console, summary: Summary, view: View) -> None:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
-def _left_out_for(summary: Summary) -> str:
-    first = summary.steps[0]
-    other = "typical" if len(summary.steps) > 2 else "other"
-    first_use = ", which includes cold-start cost" * steps.paid_for_first_use(first)
-    return f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
-
-
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     """Print the GPU's time per step, as recorded, in rows that add up to it."""
     gpu, held = summary.steady, summary.steady_steps
     count = max(1, len(held))
-    names = {"copy": "copy kernels"}
-    rows = [
-        (f"compute: {names.get(family) or family_in_words(family)}", us) for family, us in gpu.compute_by_family.items()
-    ]
-    rows += [
-        (steps.PARTS["communication"], gpu.exposed_communication_us),
-        (steps.PARTS["copy"], gpu.exposed_copy_us),
-        (steps.PARTS["not_launched"], gpu.idle_not_launched_us),
-        (steps.PARTS["launched"], gpu.idle_launched_us),
-        (steps.PARTS["unknown"], gpu.idle_unknown_us),
-        (steps.PARTS["elsewhere"], gpu.idle_elsewhere_us),
-    ]
+    families = {family: family_in_words(family) for family in gpu.compute_by_family} | {"copy": "copy kernels"}
+    rows = [(f"compute: {families[family]}", us) for family, us in gpu.compute_by_family.items()]
+    rows += [(steps.PARTS[key], us) for key, us in steps.parts_besides_compute(gpu).items()]
     rows = sorted(((name, us / count) for name, us in rows if us), key=lambda row: -row[1])
     whole = sum(us for _, us in rows)
     shown, rest = view.parted(rows)
@@ -350,7 +294,7 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     print_columns(out, (title, unit.name, share), cells, section="gpu")
 
 
-def _unit_of_the_step(summary: Summary) -> Unit:
+def _unit_of_the_step(summary: Summary) -> formats.Unit:
     """Return the unit that the tables of a step's time share."""
     return unit_of([summary.recorded_step_us], ms_from=1e3)
 
@@ -392,13 +336,10 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     waits = {name: us for name, us in summary.idle_in.items() if us}
     idle = sum(waits.values())
     if idle > steps.SOME_IDLE * summary.recorded_step_us or (waits and not view.usual):
-        shown, rest = view.parted(list(waits.items()))
-        unit = unit_of([*(us for _, us in shown), sum(us for _, us in rest)])
-        named = labels([name for name, _ in shown], 50)
-        rows = [(Name(named[name]), unit(us), percent(us / idle)) for name, us in shown]
-        if rest:
-            us = sum(us for _, us in rest)
-            rows.append((others(rest), unit(us), percent(us / idle)))
+        shown, _ = view.parted(list(waits.items()))
+        times = summed(view, list(waits.items()), 50)
+        unit = unit_of([us for _, us in times])
+        rows = [(name, unit(us), percent(us / idle)) for name, us in times]
         # All rows outside ops share the functions.
         outside = [place for place, (name, _) in enumerate(shown) if is_python(name) or name.endswith(NO_RECORDED_CALL)]
         of_all = "all time between ops" if len(outside) > 1 else "this time"
@@ -424,8 +365,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         unit = unit_of([one.us for one in families])
         rows = [(family_in_words(one.family), unit(one.us), f"{one.share:.1%}", f"{one.pieces:,}") for one in shown]
         if rest:
-            summed = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
-            rows.append((others(rest), unit(summed[0]), f"{summed[1]:.1%}", f"{summed[2]:,}"))
+            sums = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
+            rows.append((others(rest), unit(sums[0]), f"{sums[1]:.1%}", f"{sums[2]:,}"))
         # The window includes activities that earlier steps launched, and those without a launch in the trace, which the
         # table by name lacks.
         title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
@@ -447,7 +388,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
     shown, rest = view.parted(places)
     gpu_us = [*(one.gpu_us for one in shown), sum(one.gpu_us for one in rest)]
     cpu_us = [one.cpu_us for one in shown]
-    gpu, cpu = sharing(unit_of([*gpu_us, *cpu_us]).name, (gpu_us, cpu_us))
+    gpu, cpu = formats.sharing(unit_of([*gpu_us, *cpu_us]).name, (gpu_us, cpu_us))
     on_cpu = any(one.cpu_us is not None for one in places)
     named = labels([one.name for one in shown], 50)
     rows = [(Name(named[one.name]), gpu(one.gpu_us), f"{one.pieces:,}", *[cpu(one.cpu_us)] * on_cpu) for one in shown]
@@ -460,22 +401,15 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     shown, rest = view.parted(summary.kernels)
     room = out.width >= WIDE or not view.usual  # without room, names matter more than the ops that launch them
-    named = kernel_labels(one.name for one in summary.kernels)
+    named = formats.kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.asked_by for one in shown], 28)
     total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
     each = unit_of([one.mean_us for one in shown])
     rows = [
-        (
-            Name(named[one.name]),
-            *[Name(asking[one.asked_by])] * room,
-            f"{one.count:,}",
-            total(one.total_us),
-            each(one.median_us),
-            each(one.mean_us),
-            f"{one.share:.1%}",
-        )
+        (Name(named[one.name]), *[Name(asking[one.asked_by])] * room, f"{one.count:,}", total(one.total_us),
+         each(one.median_us), each(one.mean_us), f"{one.share:.1%}")
         for one in shown
-    ]
+    ]  # fmt: skip
     if rest:
         count, us, share = (sum(getattr(one, key) for one in rest) for key in ("count", "total_us", "share"))
         rows.append((others(rest), *[""] * room, f"{count:,}", total(us), "", "", f"{share:.1%}"))
@@ -536,16 +470,13 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
 def _of_best(calls: Sequence[CpuWork]) -> str:
     """Return the share of the best rate that the run measured, which stands for a data sheet's peak."""
     roof, *other_roofs = {one.roof for one in calls}
-    if roof is None or other_roofs:
-        return ""
-    return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}"
+    known = roof is not None and not other_roofs
+    return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}" if known else ""
 
 
-def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
-    """Print each recorded step on both lanes; the steps after the first ones share a row of medians.
-
-    above: the earlier text of the report, whose reasons are not repeated.
-    """
+def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Prediction]) -> None:
+    """Print each step on both lanes; the last ones share medians. Reasons among the predictions are not repeated."""
+    above = predictions.evidence_against(predicted, summary) if view.brief else ""
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
     gpu = summary.has_gpu_work
@@ -555,7 +486,7 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     # A step far longer than the others is shown in ms, although the others would fit µs.
     stands_out = max(us for column in columns for us in column if us is not None) >= LONG_US
     name = "ms" if stands_out and unit_name == "µs" else unit_name
-    unit = dict(zip(keys, sharing(name, columns), strict=True))
+    unit = dict(zip(keys, formats.sharing(name, columns), strict=True))
 
     def row(name: str, of: Callable[[str], float | None]) -> list[str]:
         cells = [name, unit["cpu_us"](of("cpu_us")), unit["label_to_first_op_us"](of("label_to_first_op_us"))]
@@ -585,11 +516,10 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     longer = sorted((one for one in found if one.times_the_typical is not None), key=lambda one: -one.times_the_typical)
     for one in longer[:LONGER_EXPLAINED]:
         why = steps.cause(summary, one)
+        told = f": {plain(why)}" if why else "; the trace does not show why"
+        told = ", for the reason above" if why and why in above else told
         paragraph(
-            out,
-            f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step"
-            + (_reason(why, above) if why else "; the trace does not show why"),
-            rest="  ",
+            out, f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step{told}", rest="  "
         )
     if len(longer) > LONGER_EXPLAINED:
         out.print(f"* {counted(len(longer) - LONGER_EXPLAINED, 'other step')} took longer than the typical step, too")
@@ -601,13 +531,9 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
         paragraph(out, legend)
 
 
-def _reason(why: str, above: str) -> str:
-    return ", for the reason above" if why in above else f": {plain(why)}"
-
-
 def lane_glyphs(out: Console) -> lanes.Glyphs:
     """Return the characters that draw lanes on this terminal."""
-    return lanes.ASCII if ascii_only(out) else lanes.UNICODE
+    return lanes.ASCII if formats.ascii_only(out) else lanes.UNICODE
 
 
 def lanes_wanted(view: View) -> bool:
@@ -652,7 +578,7 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
 
 def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
     """Print the user's guesses. given: the record of each prediction, and whether the user said yes."""
-    out = console()
+    out = formats.console()
     out.print()
     out.print("[bold]your guesses[/bold]")
     words = {True: "yes", False: "no", None: "cannot decide"}

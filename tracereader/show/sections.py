@@ -67,9 +67,8 @@ def add_view_flags(group) -> None:
     group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (default: a typical step)")
     for name in WITH_A_FLAG:
         group.add_argument(f"--{name}", action="store_true", help=SECTIONS[name].flag)
-    group.add_argument(
-        "--open", action="store_true", help="open the trace in Perfetto in your browser (waits at most 10 minutes)"
-    )
+    waits = "open the trace in Perfetto in your browser (waits at most 10 minutes)"
+    group.add_argument("--open", action="store_true", help=waits)
     group.add_argument("--html", metavar="FILE", help="write the whole report as one HTML file (-: standard output)")
     group.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")
 

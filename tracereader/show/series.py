@@ -21,12 +21,7 @@ MEAN_MISLEADS = 1.02
 
 
 def show(
-    out: Console,
-    found: Sequence[Series],
-    names: Sequence[str],
-    view: View,
-    ascii_only: bool,
-    numbered_script: bool,
+    out: Console, found: Sequence[Series], names: Sequence[str], view: View, ascii_only: bool, numbered_script: bool
 ) -> None:
     """Print a line for each of the costliest activities; if asked for, explain the first one.
 

@@ -19,16 +19,12 @@ def show(out: Console, table: Table, names: Sequence[str], steps: int, view: Vie
     """Print the rows, torch's two last lines, and the meaning of self, total and the annotation's second row."""
     gpu = any(row.on_gpu for row in table.rows)
     shown, rest = view.parted(table.rows, ROWS if view.brief else ROWS_SHOWN)
-    unit = _unit(table)
+    times = [us for row in table.rows for us in (row.self_cpu_us, row.total_cpu_us, row.self_gpu_us, row.total_gpu_us)]
+    (unit,) = sharing(unit_of([*times, table.self_cpu_us], ms_from=1e5).name, [times])
     recorded = f"{steps} steps, {unit.name}" if steps > 1 else unit.name
     heads = [f"profiler table, {recorded}", "self CPU", "total CPU", *(["self GPU", "total GPU"] * gpu), "calls"]
-    totals = [
-        f"self times of all {len(table.rows)} rows",
-        unit(table.self_cpu_us),
-        "",
-        *([unit(table.self_gpu_us), ""] * gpu),
-        "",
-    ]
+    all_rows, on_gpu = f"self times of all {len(table.rows)} rows", [unit(table.self_gpu_us), ""] * gpu
+    totals = [all_rows, unit(table.self_cpu_us), "", *on_gpu, ""]
     rows = _rows(shown, names, gpu, unit)
     if rest:
         on_gpu = [unit(sum(row.self_gpu_us for row in rest if row.on_gpu)), ""] * gpu
@@ -37,13 +33,6 @@ def show(out: Console, table: Table, names: Sequence[str], steps: int, view: Vie
     print_columns(out, heads, [*rows, totals], section="table")
     for line in _how_to_read(table, unit)[: 1 if view.brief else None]:
         paragraph(out, line)
-
-
-def _unit(table: Table) -> Unit:
-    """Return the unit of all times of the table."""
-    times = [us for row in table.rows for us in (row.self_cpu_us, row.total_cpu_us, row.self_gpu_us, row.total_gpu_us)]
-    (unit,) = sharing(unit_of([*times, table.self_cpu_us], ms_from=1e5).name, [times])
-    return unit
 
 
 def _rows(shown: Sequence[Row], names: Sequence[str], gpu: bool, unit: Unit) -> list[list[str]]:

@@ -187,10 +187,7 @@ def _print_below(out: Console, below: Mapping[int, str], number: int) -> None:
 
 
 def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
-    """Return the names of a column at most `width` wide. Different names stay different.
-
-    A common ending is cut first, because it distinguishes none of them.
-    """
+    """Return the names of a column at most `width` wide and still different. A common ending is cut first."""
     names = [cell for cell in column if isinstance(cell, Name)]
     if max(map(cell_len, names), default=0) <= width:
         return column

@@ -8,7 +8,6 @@ Such a slice moves to a lane, which is a further track beside its own. Source: P
 json_trace_tokenizer.cc.
 """
 
-import gzip
 import itertools
 import json
 import math
@@ -55,11 +54,6 @@ def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
         raise TraceError(f"{path}: cannot be copied for Perfetto (its events cannot be read as text)") from None
     members = (msgspec.json.encode(key) + b":" + raw for key, raw in (found | {"traceEvents": events}).items())
     return b"{" + b",\n".join(members) + b"}", moved
-
-
-def packed_as(name: str, data: bytes) -> bytes:
-    """Return the bytes of a file of that name, packed with gzip if the name ends in .gz."""
-    return gzip.compress(data, compresslevel=1) if name.endswith(".gz") else data
 
 
 def on_lanes(events: bytes) -> tuple[bytes, int]:

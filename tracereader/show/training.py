@@ -6,8 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.training import MemoryCurve
 from tracereader.findings.finding import counted, duration, size
 from tracereader.show.text import Name, paragraph, plain, print_columns, sharing, unit_of
-from tracereader.show.view import View, others
-from tracereader.trace.kernel_names import labels
+from tracereader.show.view import View, summed
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
@@ -15,17 +14,8 @@ BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 def has_content(summary: Summary) -> bool:
     """Return whether the section has any content."""
     one, places = summary.training, (summary.places.by_phase, summary.places.by_label, summary.places.by_module)
-    return any(
-        (
-            not summary.has_gpu_work and any(places),
-            one.backward_of,
-            one.recomputed,
-            one.optimizers,
-            one.syncs,
-            one.loading,
-            one.memory,
-        )
-    )
+    own = (one.backward_of, one.recomputed, one.optimizers, one.syncs, one.loading, one.memory)
+    return any(own) or (not summary.has_gpu_work and any(places))
 
 
 def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
@@ -38,12 +28,8 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
             ("by annotation", () if summary.places.by_phase else summary.places.by_label),
             ("ops by module", summary.places.by_module_class),
         ):
-            places = [one for one in places if one.cpu_us]
-            shown, rest = view.parted(places)
-            unit = unit_of([*(one.cpu_us for one in shown), sum(one.cpu_us for one in rest)])
-            named = labels([one.name for one in shown], 50)
-            times = [(Name(named[one.name]), one.cpu_us) for one in shown]
-            times += [(others(rest), sum(one.cpu_us for one in rest))] * bool(rest)
+            times = summed(view, [(one.name, one.cpu_us) for one in places if one.cpu_us], 50)
+            unit = unit_of([us for _, us in times])
             cells = [(name, unit(us), f"{us / summary.chosen.cpu_us:.0%}") for name, us in times]
             if cells:
                 print_columns(out, (title, f"CPU {unit.name}", "of the step"), cells)
@@ -68,25 +54,20 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
         line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of {step}{idle}"
         paragraph(out, line, "  ", "    ")
     if found.syncs:
-        shown, rest = view.parted(found.syncs)
-        named = labels([one.asked_by for one in shown], 40)
-        calls, cpu_us, idle_us = (sum(getattr(one, key) for one in rest) for key in ("calls", "cpu_us", "idle_us"))
-        times = [*(one.cpu_us for one in shown), cpu_us], [*(one.idle_us for one in shown), idle_us]
+        waits = [(one.asked_by, one.call, one.calls, one.cpu_us, one.idle_us) for one in found.syncs]
+        rows = summed(view, waits, 40)
+        times = [us for *_, us, _ in rows], [us for *_, us in rows]
         cpu, idle = sharing(unit_of(times[0] + times[1]).name, times)
         cells = [
-            (Name(named[one.asked_by]), Name(one.call), f"{one.calls:,}", cpu(one.cpu_us), idle(one.idle_us))
-            for one in shown
+            (name, "" if call is None else Name(call), f"{calls:,}", cpu(cpu_us), idle(idle_us))
+            for name, call, calls, cpu_us, idle_us in rows
         ]
-        cells += [(others(rest), "", f"{calls:,}", cpu(cpu_us), idle(idle_us))] * bool(rest)
         heads = ("the CPU waits for the GPU", "in", "calls", f"CPU {cpu.name}", f"GPU idle {idle.name}")
         print_columns(out, heads, cells, left=(0, 1))
     if found.backward_of:
-        shown, rest = view.parted(found.backward_of)
-        named = labels([one.name for one in shown], 50)
-        gpu_us = sum(one.gpu_us for one in rest)
-        unit = unit_of([*(one.gpu_us for one in shown), gpu_us])
-        cells = [(Name(named[one.name]), unit(one.gpu_us), f"{one.pieces:,}") for one in shown]
-        cells += [(others(rest), unit(gpu_us), f"{sum(one.pieces for one in rest):,}")] * bool(rest)
+        rows = summed(view, [(one.name, one.gpu_us, one.pieces) for one in found.backward_of], 50)
+        unit = unit_of([us for _, us, _ in rows])
+        cells = [(name, unit(us), f"{pieces:,}") for name, us, pieces in rows]
         print_columns(out, ("backward, by the forward op", f"GPU {unit.name}", "activities"), cells)
     if found.memory:
         for line in memory(found.memory, ascii_only):

@@ -8,6 +8,8 @@ import msgspec
 
 from tracereader.command import BadInput
 from tracereader.show import sections
+from tracereader.show.text import Name
+from tracereader.trace.kernel_names import labels
 from tracereader.trace.marks import StepsBy
 
 # A longer table shows this many rows, and the others in one row.
@@ -70,6 +72,18 @@ class View(msgspec.Struct, frozen=True):
         if self.all or len(rows) <= most + 1:
             return rows, ()
         return rows[:most], rows[most:]
+
+
+def summed(view: View, rows: Sequence[tuple], width: int, most: int = ROWS) -> list[tuple]:
+    """Return the rows of a table that are shown, their names shortened, and a row for the others with their sums.
+
+    rows: a name and figures each. The others' row has None for a figure that is text.
+    """
+    shown, rest = view.parted(rows, most)
+    named = labels([name for name, *_ in shown], width)
+    columns = list(zip(*rest, strict=True))[1:]
+    sums = (None if any(isinstance(one, str) for one in column) else sum(column) for column in columns)
+    return [*((Name(named[name]), *figures) for name, *figures in shown), *[(others(rest), *sums)] * bool(rest)]
 
 
 def others(rows: Sequence) -> str:

@@ -64,15 +64,12 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             return f"{counted(one.count, 'slice')} of the unknown category {one.names[0]} on a device {verb}"
         case "captures_not_used":
             return f"no step launches a CUDA graph, so the captures in {' and '.join(one.names)} are not used"
-        case "no_capture_fits":
+        case "no_capture_fits" | "captures_differ":
             launches = counted(one.count, "CUDA graph launch fits", "CUDA graph launches fit")
-            return f"{launches} no capture in {' and '.join(one.names)}"
-        case "captures_differ":
-            launches = counted(one.count, "CUDA graph launch fits", "CUDA graph launches fit")
-            return (
-                f"{launches} several captures in {' and '.join(one.names)}, which differ in ops, shapes or modules; "
-                "none of them is used"
-            )
+            if one.name == "no_capture_fits":
+                return f"{launches} no capture in {' and '.join(one.names)}"
+            differ = "which differ in ops, shapes or modules; none of them is used"
+            return f"{launches} several captures in {' and '.join(one.names)}, {differ}"
         case "no_order":
             launches = counted(one.count, "CUDA graph launch", "CUDA graph launches")
             ran = f"{launches} {'runs' if one.count == 1 else 'run'} on several streams, and the trace does not number"

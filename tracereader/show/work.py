@@ -10,18 +10,8 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
 from tracereader.findings.finding import ROOFS, duration, size
 from tracereader.show import repeats
-from tracereader.show.text import (
-    Name,
-    head,
-    kernel_labels,
-    operations,
-    paragraph,
-    plain,
-    print_columns,
-    rate,
-    sharing,
-    unit_of,
-)
+from tracereader.show import text as formats
+from tracereader.show.text import Name, paragraph, plain, print_columns, rate
 from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
@@ -35,36 +25,24 @@ def show(out: Console, summary: Summary, view: View) -> None:
     listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
     shown, rest = (listed, ()) if folded else view.parted(listed, LINES_SHOWN)
     times = [row.work.us for row in listed if row.work]
-    (unit,) = sharing(unit_of(times).name, [times])
-    named = kernel_labels(one.name for one in summary.kernels)
+    (unit,) = formats.sharing(formats.unit_of(times).name, [times])
+    named = formats.kernel_labels(one.name for one in summary.kernels)
     asking = labels([one.work.asked_by for one in shown if one.work], 28)
     rows = []
     for row in shown:
         if one := row.work:
-            rows.append(
-                (
-                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
-                    Name(f"{one.layer}, {one.asked_by}" if one.layer else asking[one.asked_by]),
-                    unit(one.us),
-                    unit.range(one.low_us, one.high_us),
-                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-                    *_footprint(one),
-                )
-            )
+            name = Name(f"{row.times} x " * (row.times > 1) + named[one.name])
+            asked_by = Name(f"{one.layer}, {one.asked_by}" if one.layer else asking[one.asked_by])
+            launched_by = one.launched_by + " after an occupancy query" * bool(one.occupancy_queries)
+            times = unit(one.us), unit.range(one.low_us, one.high_us)
+            rows.append((name, asked_by, *times, launched_by, *_footprint(one)))
         else:
             rows.append(_summed(f"{row.left_out:,} others", row.left_out_us))
     if rest:
         rows.append(_summed(others(rest), sum(row.work.us for row in rest)))
-    heads = (
-        f"GPU activities of one step ({summary.chosen.number})",
-        "from",
-        f"median {unit.name}" if len(summary.steps) > 1 else unit.name,
-        f"range {unit.name}",
-        "launched by",
-        "regs",
-        "shared",
-        "grid x block",
-    )
+    title, median = f"GPU activities of one step ({summary.chosen.number})", "median " * (len(summary.steps) > 1)
+    times = median + unit.name, f"range {unit.name}"
+    heads = (title, "from", *times, "launched by", "regs", "shared", "grid x block")
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 7), section="work")
 
 
@@ -91,19 +69,16 @@ def names(out: Console, summary: Summary, view: View) -> None:
             said.setdefault((one.name, one.family), []).append(one)
     if not said:
         return
-    brief = view.usual and (
-        len(said) > SEVERAL or not summary.source.facts.script
-    )  # one size of each, and no occupancy
-    out.print(head("details from the kernels' names", "names"))
+    # One size of each, and no occupancy.
+    brief = view.usual and (len(said) > SEVERAL or not summary.source.facts.script)
+    out.print(formats.head("details from the kernels' names", "names"))
     costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
     shown, rest = view.parted(costliest)
-    named = kernel_labels((one.name for one in summary.kernels), out.width - 4)
+    named = formats.kernel_labels((one.name for one in summary.kernels), out.width - 4)
     for (name, _), same in shown:
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(named[name])}")
-        measured = _measured(same)
-        if brief:
-            measured = measured[:1]
+        measured = _measured(same)[: 1 if brief else None]
         occupancy = [] if brief else _occupancy(same)
         details = "; ".join([*[" and ".join(layers)] * bool(layers), str(same[0].says), *measured, *occupancy])
         paragraph(out, plain(details), " " * 6, " " * 6)
@@ -116,21 +91,16 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     """Return sizes and rates, if the trace has what they need; one entry for each distinct size."""
     found = {}
     for one in same:
+        at = f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
         if shape := one.product:
-            found[shape] = product_in_words(shape) + (
-                f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
-            )
+            found[shape] = product_in_words(shape) + at
         elif heads := one.attention:
-            found[heads] = (
-                attention_in_words(heads)
-                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
-                + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
-            )
+            least = f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else ""
+            found[heads] = attention_in_words(heads) + at + least
         elif conv := one.convolution:
-            found[(*conv.data, *conv.filter)] = (
-                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
-                f"{operations(conv.flops)}" + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
-            )
+            data, kernel = (" x ".join(map(str, dims)) for dims in (conv.data, conv.filter))
+            sizes = f"{data} with a filter of {kernel}, {formats.operations(conv.flops)}"
+            found[(*conv.data, *conv.filter)] = sizes + at
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved{_speed(one)}"
     return list(found.values())
@@ -143,14 +113,14 @@ def _speed(one: GpuWork) -> str:
 
 def product_in_words(shape: Product) -> str:
     batch = f"{shape.batch} x " if shape.batch > 1 else ""
-    return f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {operations(shape.flops)}"
+    return f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {formats.operations(shape.flops)}"
 
 
 def attention_in_words(shape: Attention) -> str:
     shared = f", {shape.kv_heads} of keys and values" if shape.kv_heads != shape.heads else ""
     return (
         f"batch {shape.batch} · heads {shape.heads}{shared} · {shape.queries} queries · {shape.keys} keys · head size "
-        f"{shape.head_size}, {operations(shape.flops)} {MASKS[shape.causal]}"
+        f"{shape.head_size}, {formats.operations(shape.flops)} {MASKS[shape.causal]}"
     )
 
 

@@ -74,6 +74,7 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
     for number, (run, side) in enumerate(zip(runs[1:], sides[1:], strict=True), 2):
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
+    found = [differences.difference(sides[0], side) for side in sides[1:]]
     if len(sides) == 2:
         runs[1]["ratio"] = faster.heading(*sides)
     for run, side in zip(runs, sides, strict=True):
@@ -85,7 +86,7 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
         "kernels": kernel_rows(sides),
         "ops": _rows([{name: one.self_us for name, one in side.summary.cpu.ops.items()} for side in sides]),
         "changes": [
-            {"name": name, **_difference(sides[0], side)} for name, side in zip(names[1:], sides[1:], strict=True)
+            {"name": name, "changed": one.changed, "same": one.same} for name, one in zip(names[1:], found, strict=True)
         ],
         "predicted": _predicted(sides, proposed),
     }
@@ -125,12 +126,7 @@ def _rows(times: Sequence[dict[str, float]]) -> list[dict]:
     for row in rows:
         row["change_us"] = (row["us"][-1] or 0.0) - (row["us"][0] or 0.0)
         row["status"] = status(row["us"][0], row["us"][-1])
-    return sorted(rows, key=lambda row: -_spread(row["us"]))
-
-
-def _spread(values: Sequence[float | None]) -> float:
-    known = [value or 0.0 for value in values]
-    return max(known) - min(known)
+    return sorted(rows, key=lambda row: min(us or 0.0 for us in row["us"]) - max(us or 0.0 for us in row["us"]))
 
 
 def kernel_rows(sides: Sequence[compare.Side]) -> list[dict]:
@@ -154,8 +150,3 @@ def status(before: float | None, after: float | None) -> str:
     if after > (1 + ALIKE) * before:
         return "longer"
     return "shorter" if before > (1 + ALIKE) * after else "alike"
-
-
-def _difference(first: compare.Side, other: compare.Side) -> dict:
-    found = differences.difference(first, other)
-    return {"changed": found.changed, "same": found.same}

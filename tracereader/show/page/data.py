@@ -35,6 +35,9 @@ DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
 NAMED = 3  # paths or hosts that are named; of the others the number is given
+OF_A_STEP = ("name", "number", "cpu_us", "gpu_busy_us", "gpu_span_us", "gpu_idle_share", "launches",
+             "launch_to_start_us", "times_the_typical")  # fmt: skip
+OF_A_KERNEL = ("family", "asked_by", "count", "total_us", "median_us", "low_us", "high_us", "share")
 
 
 def figures(
@@ -48,8 +51,14 @@ def figures(
         "file": Path(summary.source.trace).name,
         "head": _head(summary),
         "opportunities": proposed(found),
-        "guesses": _guesses(summary, guesses),
-        "patterns": _patterns(summary),
+        "guesses": [
+            {"text": one.text, "holds": said.holds, "evidence": said.evidence}
+            for one, said in ((guess, guess.ask(summary)) for guess in guesses)
+        ],
+        "patterns": [
+            {**_named(one, ("where", "see", "means")), "figure": said.evidence}
+            for one, said in cheatsheet.found(summary)
+        ],
         "steps": _steps(summary),
         "time": _time(summary),
         "kernels": _kernels(summary),
@@ -66,9 +75,9 @@ def _head(summary: Summary) -> dict:
     # The last one explains a GPU time below that is longer than the step's time.
     sentences = [why, recording.unprofiled(summary), steps.overlap_of_steps(summary)]
     sentences += map(capitalized, communication.in_words(summary))
-    several = len(summary.source.devices) > 1
+    recorded = counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps"
     facts = []
-    if several:
+    if len(summary.source.devices) > 1:
         facts.append(f"{len(summary.source.devices)} GPUs")
     if summary.source.rank is not None:
         facts.append(f"rank {summary.source.rank} of {summary.source.world_size}")
@@ -85,7 +94,7 @@ def _head(summary: Summary) -> dict:
         "gpu_us": summary.chosen.gpu_busy_us,
         "busy_share": summary.busy_share,
         "launches": summary.chosen.launches,
-        "recorded": _recorded(summary),
+        "recorded": "; ".join(filter(None, [recorded + steps.by_calls(summary), steps.outside(summary)])),
         "step": summary.chosen.number,
         "step_name": summary.typical_step,
         "step_index": summary.typical_index,
@@ -99,12 +108,6 @@ def _head(summary: Summary) -> dict:
     }
 
 
-def _recorded(summary: Summary) -> str:
-    """Return how many steps the trace has, and what marks them."""
-    count = counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps"
-    return "; ".join(filter(None, [count + steps.by_calls(summary), steps.outside(summary)]))
-
-
 def proposed(found: Sequence[Opportunity] | Refused) -> dict:
     """Return the changes to try first, or why no saving can be computed."""
     if isinstance(found, Refused):
@@ -113,34 +116,16 @@ def proposed(found: Sequence[Opportunity] | Refused) -> dict:
     return {"refused": None, "found": [msgspec.to_builtins(one) | two for one, two in zip(found, known, strict=True)]}
 
 
-def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:
-    asked = [(guess, guess.ask(summary)) for guess in guesses]
-    return [{"text": guess.text, "holds": said.holds, "evidence": said.evidence} for guess, said in asked]
-
-
-def _patterns(summary: Summary) -> list[dict]:
-    return [
-        {"where": one.where, "see": one.see, "means": one.means, "figure": said.evidence}
-        for one, said in cheatsheet.found(summary)
-    ]
-
-
 def _steps(summary: Summary) -> list[dict]:
     return [
-        {
-            "name": one.name,
-            "number": one.number,
-            "cpu_us": one.cpu_us,
-            "gpu_busy_us": one.gpu_busy_us,
-            "gpu_span_us": one.gpu_span_us,
-            "gpu_idle_share": one.gpu_idle_share,
-            "launches": one.launches,
-            "launch_to_start_us": one.launch_to_start_us,
-            "times_the_typical": one.times_the_typical,
-            "cause": steps.cause(summary, one) if one.times_the_typical is not None else None,
-        }
+        _named(one, OF_A_STEP) | {"cause": steps.cause(summary, one) if one.times_the_typical is not None else None}
         for one in summary.steps
     ]
+
+
+def _named(one: object, names: Iterable[str]) -> dict:
+    """Return these attributes by name."""
+    return {name: getattr(one, name) for name in names}
 
 
 def _time(summary: Summary) -> dict:
@@ -152,15 +137,7 @@ def _time(summary: Summary) -> dict:
     if gpu:
         parts = [
             {"name": steps.PARTS.get(key, key), "key": key, "us": us / count}
-            for key, us in (
-                ("compute", gpu.compute_us),
-                ("communication", gpu.exposed_communication_us),
-                ("copy", gpu.exposed_copy_us),
-                ("not_launched", gpu.idle_not_launched_us),
-                ("launched", gpu.idle_launched_us),
-                ("unknown", gpu.idle_unknown_us),
-                ("elsewhere", gpu.idle_elsewhere_us),
-            )
+            for key, us in (("compute", gpu.compute_us), *steps.parts_besides_compute(gpu).items())
             if us
         ]
     return {
@@ -186,14 +163,7 @@ def _kernels(summary: Summary) -> list[dict]:
             "name": one.name,
             "short": shown[one.name],
             "decoded": str(by_name[one.name][0].says) if one.name in by_name else "",
-            "family": one.family,
-            "asked_by": one.asked_by,
-            "count": one.count,
-            "total_us": one.total_us,
-            "median_us": one.median_us,
-            "low_us": one.low_us,
-            "high_us": one.high_us,
-            "share": one.share,
+            **_named(one, OF_A_KERNEL),
             **_rates(by_name[one.name]),
         }
         for one in summary.kernels
@@ -311,14 +281,9 @@ def pieces(summary: Summary) -> list[dict]:
     """Return the details of the step's GPU activities beyond their arguments: size, rate, op and layer."""
     return [
         {
-            "us": one.us,
-            "asked_by": one.asked_by,
-            "layer": one.layer,
+            **_named(one, ("us", "asked_by", "layer")),
             "size": _size_in_words(one),
-            "tflops": one.tflops,
-            "gb_s": one.gb_s,
-            "roof": one.roof,
-            "of_roof": one.of_roof,
+            **_named(one, ("tflops", "gb_s", "roof", "of_roof")),
             "occupancy": one.occupancy.limit if one.occupancy else None,
         }
         for one in summary.gpu_work
@@ -327,13 +292,7 @@ def pieces(summary: Summary) -> list[dict]:
 
 def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], step: str) -> dict:
     """Return the description of the timeline's columns, completed with decoded names and details of GPU activities."""
-    return {
-        **slices,
-        "decoded": decoded,
-        "shown": labels(decoded, NAME_IN_A_SLICE),
-        "pieces": pieces,
-        "step": step,
-    }
+    return {**slices, "decoded": decoded, "shown": labels(decoded, NAME_IN_A_SLICE), "pieces": pieces, "step": step}
 
 
 def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:

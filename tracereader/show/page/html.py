@@ -27,33 +27,11 @@ STYLES = ("page", "timeline")
 ESCAPED = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 LEVEL = 6  # of gzip's compression
 
-MARKUP = """{mark}
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">
-<meta name="generator" content="read-trace {version}">
-<title>read-trace report</title>
-<style>{style}</style>
-</head>
-<body>
-<noscript>This page draws its figures with a script of its own. Allow scripts for this file to read it.</noscript>
-<div id="page"></div>
-<script type="application/json" id="figures">{figures}</script>
-<script type="application/octet-stream" id="slices">{slices}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
 
 def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) -> str:
     """Return the whole page. slices: describes the columns in `chunks`; None if the page has no timeline."""
     style, script = _own("css", STYLES), _own("js", SCRIPTS)
-    return MARKUP.format(
+    return _file("page.html").format(
         mark=MARK,
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'",
@@ -79,9 +57,7 @@ def _strict(document: object) -> str:
 
 
 def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
-    """Return the packed slices as base64.
-
-    Before gzip, the bytes are the length of the description (8 bytes, little-endian), the description, the columns."""
+    """Return the length of the description (8 bytes, little-endian), the description and the columns, as base64."""
     head = _strict(slices).encode()
     whole = b"".join([len(head).to_bytes(8, "little"), head, *chunks])
     return base64.b64encode(gzip.compress(whole, LEVEL, mtime=0)).decode()
@@ -90,9 +66,12 @@ def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
 @cache
 def _own(kind: str, names: tuple[str, ...]) -> str:
     """Return the page's files of one kind as one text. Scripts are put into a function."""
-    folder = resources.files("tracereader.show.page")
-    text = "\n".join((folder / kind / f"{name}.{kind}").read_text("utf-8") for name in names)
+    text = "\n".join(_file(f"{kind}/{name}.{kind}") for name in names)
     return f'(() => {{\n"use strict";\n{text}\n}})();' if kind == "js" else text
+
+
+def _file(name: str) -> str:
+    return (resources.files("tracereader.show.page") / name).read_text("utf-8")
 
 
 def _hash(text: str) -> str:

@@ -60,16 +60,6 @@ class Columns:
         self.chunks += [data[place :: packed.itemsize] for place in range(packed.itemsize)]
 
 
-class _Names:
-    """Gives strings numbers in the order in which they come."""
-
-    def __init__(self):
-        self.numbers: dict[str, int] = {}
-
-    def __getitem__(self, name: str) -> int:
-        return self.numbers.setdefault(name, len(self.numbers))
-
-
 class _Arguments:
     """Gives the arguments of slices numbers from 1 up, equal arguments the same. 0: no arguments, or left out."""
 
@@ -133,7 +123,8 @@ class Packing:
     """Collects tracks of one or several traces, so that no trace has to be kept until all are read."""
 
     def __init__(self):
-        self.names, self.arguments = _Names(), _Arguments()
+        self.names: dict[str, int] = {}  # numbers, in the order in which the names come
+        self.arguments = _Arguments()
         self.cpu, self.gpu = _Side(), _Side()
         self.end = 0
 
@@ -143,9 +134,10 @@ class Packing:
         slices = [one for one, _ in rows]
         columns, names, arguments = side.columns, self.names, self.arguments
         starts = array("q", [one.start - zero for one in slices])
-        columns["start"].extend(_deltas(starts))
+        columns["start"].extend(starts[:1])
+        columns["start"].extend(map(sub, starts[1:], starts[:-1]))  # the others by the difference from the one before
         columns["dur"].extend([one.dur for one in slices])
-        columns["name"].extend([names[one.name] for one in slices])
+        columns["name"].extend([names.setdefault(one.name, len(names)) for one in slices])
         columns["kind"].extend([KIND_OF.get(_kind(one), KIND_OF["module"]) for one in slices])
         columns["depth"].extend([depth for _, depth in rows])
         columns["arguments"].extend([arguments[one.raw] for one in slices])
@@ -191,7 +183,7 @@ class Packing:
                 "end": self.end,
                 "kinds": KINDS,
                 "families": FAMILIES,
-                "names": list(self.names.numbers),
+                "names": list(self.names),
                 "arguments": self.arguments.texts,
                 "arguments_left_out": self.arguments.left_out,
                 "ids_left_out": LEFT_OUT,
@@ -215,22 +207,11 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
     zero = min([zero, *(roots[0].start for roots in trace.modules.values() if roots)])
     packing.add_trace(trace, pieces, zero)
     steps = [
-        {
-            "name": one.name,
-            "start": one.start - zero,
-            "end": one.end - zero,
-            "work_end": max((work.end for work in one.work), default=one.end) - zero,
-        }
+        {"name": one.name, "start": one.start - zero, "end": one.end - zero}
+        | {"work_end": max((work.end for work in one.work), default=one.end) - zero}
         for one in trace.steps
     ]
     return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": _memory(trace, zero)})
-
-
-def _deltas(starts: array) -> array:
-    """Return the differences between consecutive starts. The first value is the first start."""
-    found = starts[:1]
-    found.extend(map(sub, starts[1:], starts[:-1]))
-    return found
 
 
 def _tops(trace: Trace) -> list[Op]:
@@ -313,21 +294,11 @@ def _idle(trace: Trace, zero: int) -> dict | None:
     parts = busiest(parts_by_device(trace.work, start, end, waits))
     if parts is None or trace.quality.incomplete:
         return None
-    causes = {
-        "not_launched": parts.not_launched,
-        "launched": parts.launched,
-        "unknown": parts.unknown,
-        "elsewhere": parts.elsewhere,
+    gaps = {
+        cause: [edge for left, right in getattr(parts, cause) for edge in (left - zero, right - left)]
+        for cause in ("not_launched", "launched", "unknown", "elsewhere")
     }
-    return {
-        "device": str(parts.device),
-        "start": start - zero,
-        "end": end - zero,
-        **{
-            name: [edge for left, right in gaps for edge in (left - zero, right - left)]
-            for name, gaps in causes.items()
-        },
-    }
+    return {"device": str(parts.device), "start": start - zero, "end": end - zero, **gaps}
 
 
 # The points of the memory curve. Of more events, each point keeps the largest total of its interval.
