@@ -170,18 +170,22 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def training() -> str:
-    """The predictions of rung 6, and the verdicts of one trace per run: rank 0's where there are several."""
-    rows = []
-    for machine in ("nvidia-h200-x2", "cpu"):
-        for file in sorted((REFERENCE / machine / "06_training").glob("*.json.gz"), key=lambda file: file.name):
-            run = file.name.removesuffix(".json.gz").split("_warm_")[1]
-            if not run.endswith("rank1"):
-                trace = read(file)
-                summary = summarize(trace)
-                asked = [one for one in predictions_of(trace) if one.finding.name != "records_steps"]
-                rows += [(machine, run.removesuffix("_rank0"), one.text, one.ask(summary)) for one in asked]
-    lines = ["| machine | run | prediction | its trace |", "|---|---|---|---|"]
-    lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
+    """The predictions of rung 6, and the runs whose traces confirm each or not: rank 0's where there are several."""
+    runs: dict[str, dict[bool | None, list[str]]] = {}
+    for file in sorted((REFERENCE / "nvidia-h200-x2/06_training").glob("*.json.gz"), key=lambda file: file.name):
+        run = file.name.removesuffix(".json.gz").split("_warm_")[1]
+        if run.endswith("rank1"):
+            continue
+        trace = read(file)
+        summary = summarize(trace)
+        for one in predictions_of(trace):
+            if one.finding.name != "records_steps":
+                of_one = runs.setdefault(one.text, {})
+                of_one.setdefault(one.ask(summary).holds, []).append(run.removesuffix("_rank0"))
+    lines = ["| prediction | holds | does not hold |", "|---|---|---|"]
+    for text, of_one in sorted(runs.items()):
+        held, refuted = (", ".join(of_one.get(holds, ())) or "–" for holds in (True, False))
+        lines.append(f"| {text} | {held} | {refuted} |")
     return "\n".join(lines) + "\n"
 
 
