@@ -40,11 +40,6 @@ CLIMBS = {
         Row("--persistent", "1x512_bf16_warm_eager_persistent-kernel"),
         Row("--persistent inside", "1x512_bf16_warm_eager_persistent-inside"),
     ),
-    "climb-tried": (
-        Row("--compile reduce-overhead --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead"),
-        Row("… --merge", "1x512_bf16_warm_compile_gqa_merge_reduce-overhead"),
-        Row("--compile reduce-overhead --attention flex", "1x512_bf16_warm_compile_flex_reduce-overhead"),
-    ),
     "climb-batch": (
         Row("--batch 32", "32x512_bf16_warm_eager_active1"),
         Row("--batch 32 --graph", "32x512_bf16_warm_eager_graph"),

@@ -1,7 +1,7 @@
 """The figures of both articles: how to see each in your own trace, and the lines that show it.
 
-docs/make.py makes two tables of docs/articles.md from this list. It runs every command on the reference traces of both
-machines.
+docs/make.py makes two tables of docs/articles.md from this list. tests/test_docs.py runs every command on the reference
+traces of both machines.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ A console block whose command is `uv run read-trace …` on a committed trace ge
 whose command is `cat …` or `sed -n …` of a file there gets what that command prints. <!-- cheatsheet --> holds the
 cheatsheet. <!-- verdicts -->, <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the articles' claims and figures
 (figures.py). <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). <!-- =NAME -->…<!-- = --> holds
-one threshold of the code, by its name in THRESHOLDS. <!-- changes -->, <!-- predictions --> and <!-- unprofiled -->
+one threshold of the code, by its name in THRESHOLDS. <!-- changes -->, <!-- predictions --> and <!-- recordings -->
 hold what reports propose, against what was measured (opportunities.py).
 """
 
@@ -46,7 +46,7 @@ CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
 TABLES_MADE = (
-    r"cheatsheet|verdicts|part1|part2|tables|training|(?:cpu-only-)?changes|(?:rank-|cpu-only-)?predictions|unprofiled"
+    r"cheatsheet|verdicts|part1|part2|tables|training|(?:cpu-only-)?changes|(?:rank-)?predictions|recordings"
     r"|climb-\w+"
 )
 MADE = re.compile(rf"(<!-- ({TABLES_MADE}) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -170,18 +170,22 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def training() -> str:
-    """The predictions of rung 6, and the verdicts of one trace per run: rank 0's where there are several."""
-    rows = []
-    for machine in ("nvidia-h200-x2", "cpu"):
-        for file in sorted((REFERENCE / machine / "06_training").glob("*.json.gz"), key=lambda file: file.name):
-            run = file.name.removesuffix(".json.gz").split("_warm_")[1]
-            if not run.endswith("rank1"):
-                trace = read(file)
-                summary = summarize(trace)
-                asked = [one for one in predictions_of(trace) if one.finding.name != "records_steps"]
-                rows += [(machine, run.removesuffix("_rank0"), one.text, one.ask(summary)) for one in asked]
-    lines = ["| machine | run | prediction | its trace |", "|---|---|---|---|"]
-    lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
+    """The predictions of rung 6, and the runs whose traces confirm each or not: rank 0's where there are several."""
+    runs: dict[str, dict[bool | None, list[str]]] = {}
+    for file in sorted((REFERENCE / "nvidia-h200-x2/06_training").glob("*.json.gz"), key=lambda file: file.name):
+        run = file.name.removesuffix(".json.gz").split("_warm_")[1]
+        if run.endswith("rank1"):
+            continue
+        trace = read(file)
+        summary = summarize(trace)
+        for one in predictions_of(trace):
+            if one.finding.name != "records_steps":
+                of_one = runs.setdefault(one.text, {})
+                of_one.setdefault(one.ask(summary).holds, []).append(run.removesuffix("_rank0"))
+    lines = ["| prediction | holds | does not hold |", "|---|---|---|"]
+    for text, of_one in sorted(runs.items()):
+        held, refuted = (", ".join(of_one.get(holds, ())) or "–" for holds in (True, False))
+        lines.append(f"| {text} | {held} | {refuted} |")
     return "\n".join(lines) + "\n"
 
 
@@ -282,38 +286,36 @@ def attention_runs(side) -> list[tuple[str, str, str]]:
 
 
 def verdicts() -> str:
+    """The claims that a machine does not confirm, and the numbers of those that hold."""
+    singles, pairs = single_runs(), two_runs()
+    every = {claim for claims, _ in singles for claim in claims.split()} | {claim for claim, _, _ in pairs}
     lines = ["| claim | prediction | A100, as the articles report | H200 | CPU |", "|---|---|---|---|---|"]
-    for (claims, text), cells in sorted(single_runs().items(), key=lambda one: (one[0][0] or "none", one[0][1])):
-        reported = "; ".join(dict.fromkeys(A100[claim] for claim in claims.split())) or "not asked"
-        shown = (cells.get(machine, "not asked") for machine in MACHINES)
-        lines.append(f"| {claims or '–'} | {text} | {reported} | {' | '.join(shown)} |")
-    lines += ["", "Claims that compare two runs, on the H200:", "",
-              "| claim | sentence | A100, as the articles report | H200 |", "|---|---|---|---|"]  # fmt: skip
-    lines += [f"| {claim} | {text} | {A100[claim]} | {seen} |" for claim, text, seen in two_runs()]
-    for claim, text, file in (
-        ("26", "given other strides, compiled code raises an error", "02_linear/recompile-strides"),
-        ("36", "each new shape compiles again", "03_simple_mlp/recompile-seq"),
-        ("36", "Liger's kernel takes any shape", "03_kernels_mlp/recompile-seq"),
-    ):
-        screen = (REFERENCE / "nvidia-h200" / f"{file}.screen.txt").read_text().rstrip()
-        lines += ["", f"Claim {claim}: {text}. On the H200:", "", "```", screen, "```"]
-    lines += ["", "Claims about the programs themselves, and where they are checked:", ""]
-    lines += ["| claim | sentence | A100 | here |", "|---|---|---|---|"]
-    lines += [f"| {claim} | {text} | {A100[claim]} | {here} |" for claim, text, here in ABOUT_THE_SUITE]
+    for (claims, text), cells in sorted(singles.items()):
+        if any(cell.startswith(MARK[False]) for cell in cells.values()) and claims:
+            reported = "; ".join(dict.fromkeys(A100[claim] for claim in claims.split()))
+            shown = (cells.get(machine, "–") for machine in MACHINES)
+            shown = ("–" if cell.startswith("–") else cell for cell in shown)
+            lines.append(f"| {claims} | {text} | {reported} | {' | '.join(shown)} |")
+            every -= set(claims.split())
+    for claim, text, seen in pairs:
+        if seen.startswith(MARK[False]) or claim in SHOWN:
+            lines.append(f"| {claim} | {text} | {A100[claim]} | {seen} | – |")
+            every.discard(claim)
+    lines += [f"| {claim} | {text} | {A100[claim]} | {here} | – |" for claim, text, here in ABOUT_THE_SUITE]
+    lines += ["", "| claims | on the H200, and on the CPU where its trace decides them |", "|---|---|"]
+    lines.append(f"| {' '.join(sorted(every | HOLD))} | hold |")
     return "\n".join(lines) + "\n"
 
 
+# Claims that hold and whose figures are worth a row; claims about the programs themselves, which tests check.
+SHOWN, HOLD = {"44", "59"}, {"01", "40"}
 ABOUT_THE_SUITE = (
-    ("01", "`--size 64` writes traces/01_matmul_add/64_bf16_cold_eager.json and .txt",
-     "yes: tests/test_scripts.py runs it, and traces/reference holds what it wrote on an H200"),
     ("38", "`get_kernel(…, version=1)` loads a pinned package whose `.layers` has drop-in modules",
      "yes, through LOCAL_KERNELS; the Hub itself could not be reached. From version 2 on `LigerGEGLUMLP(config)` "
      "raises a TypeError"),
     ("39", "trace-util uploads traces/ to a bucket and prints Perfetto links",
      "its call has changed: version 0.2 needs `-f traces -b <user>/traces`, and a test checks this call with the "
      "program's own parser; nothing was uploaded"),
-    ("40", "the closing table: per setup, what changed and what stayed the same",
-     "yes: `read-trace` on several traces prints it with `--only work,chain`; docs/03_mlp.md shows the MLP's"),
 )  # fmt: skip
 
 
@@ -329,22 +331,10 @@ def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
     return [line for line in printed.splitlines() if line in found or (found and line in heads)], ""
 
 
-def cell(line: str) -> str:
-    """A line as the cell of a table in Markdown: columns stay two blanks apart, and bars are escaped."""
-    return re.sub(r" {2,}", "  ", line.strip()).replace("|", "\\|")
-
-
 def figures(some: tuple[Figure, ...]) -> str:
     """A table with one row for each figure of a part."""
-    lines = ["| figure | your run, and `read-trace TRACE …` | what to see | H200 | CPU |", "|---|---|---|---|---|"]
-    for one in some:
-        cells = []
-        for machine in MACHINES.values():
-            found, why = seen_in(one, machine)
-            cells.append("<br>".join(f"`{cell(line)}`" for line in found) or f"– ({why})")
-        lines.append(
-            f"| **{one.number}** {one.title} | `uv run {one.run}`<br>`{one.look}` | {one.see} | {' | '.join(cells)} |"
-        )
+    lines = ["| figure | your run, and `read-trace TRACE …` | what to see |", "|---|---|---|"]
+    lines += [f"| **{one.number}** {one.title} | `uv run {one.run}`<br>`{one.look}` | {one.see} |" for one in some]
     return "\n".join(lines) + "\n"
 
 
@@ -368,8 +358,7 @@ def refreshed(text: str) -> str:
         "changes": opportunities.changes,
         "predictions": opportunities.predictions,
         "cpu-only-changes": opportunities.cpu_only_changes,
-        "cpu-only-predictions": opportunities.cpu_only_predictions,
-        "unprofiled": opportunities.unprofiled,
+        "recordings": opportunities.recordings,
         "rank-predictions": opportunities.rank_predictions,
         **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},
     }

@@ -187,6 +187,20 @@ def test_no_page_names_a_package_registrys_host():
 FIGURES = [("part 1", figure) for figure in make.PART_1] + [("part 2", figure) for figure in make.PART_2]
 
 
+def test_each_recording_has_what_the_page_shows():
+    """A row without a prediction is of a change that was not proposed; times are in milliseconds."""
+    rows = json.loads((ROOT / "docs/recordings.json").read_text())
+    assert len(rows) > 100
+    for row in rows:
+        assert row["program"] and row["change"] and row["card"] in ("H100", "H200") and isinstance(row["taught"], str)
+        assert "predicted_ms" in row or not row["proposed"]
+        times = [row["recorded_ms"], row.get("predicted_ms", 1.0), *row.get("unprofiled_ms", ())]
+        assert all(0 < ms < 1_000 for ms in times)
+        assert "unprofiled_ms" in row or "recorded_after_ms" in row
+    table = make.opportunities.recordings()
+    assert all(row["program"] in table for row in rows if row["program"].startswith("NeRF"))
+
+
 def test_no_figure_of_the_articles_is_missing():
     assert [figure.number for figure in make.PART_1] == [str(number) for number in range(1, 22)]
     assert [figure.number for figure in make.PART_2] == [str(number) for number in range(1, 15)]
