@@ -453,7 +453,7 @@ PROGRAMS = {
     detector: {"fused": "fused_optimizer", "bf16": "tensor_cores", "channels_last": "channels_last"},
     wasserstein_gan: {"fused": "fused_optimizer", "no_item": "remove_sync", "bf16": "tensor_cores"},
     digits_vae: {"fused": "fused_optimizer", "no_item": "remove_sync", "graph": "cuda_graph",
-                 "batch_x2": ("larger_batch", 2)},
+                 "batch_x2": ("double_batch", 2)},
     super_resolution: {"channels_last": "channels_last", "bf16": "tensor_cores", "compile": "fuse_pointwise"},
     diffusion_transformer: {"tf32": "tensor_cores", "bf16": "tensor_cores", "foreach_average": "update_graph",
                             "fused": "fused_optimizer", "compile": "fuse_pointwise"},

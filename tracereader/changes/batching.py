@@ -38,13 +38,11 @@ LEAST_DIMS = 3
 
 
 def larger_batch(case: Case) -> Proposal | None:
-    return (
-        _calls_as_one(case)
-        or _passes_as_one(case)
-        or _samples_as_one(case)
-        or _twice_the_rows(case)
-        or _twice_for_each_launch(case)
-    )
+    return _calls_as_one(case) or _passes_as_one(case) or _samples_as_one(case)
+
+
+def double_batch(case: Case) -> Proposal | None:
+    return _twice_the_rows(case) or _twice_for_each_launch(case)
 
 
 def _twice_for_each_launch(case: Case) -> Proposal | None:
@@ -66,13 +64,11 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
     share = steady.idle_not_launched_us / summary.steady_us
     return Proposal(
         with_durations(case.graph, case.in_all_steps(longer)),
-        f"the GPU waits for launches for {share:.0%} of the time, and a launch "
-        "takes the CPU as long for twice the work; the times are for today's batch",
-        "process twice as many samples, sequences, environments or requests in one step, if the launches do not grow "
-        "with them",
+        f"the GPU waits for launches for {share:.0%} of the time; the times are for today's batch",
+        "twice as many samples, sequences or requests in one step, if the launches do not grow with them",
         assumed=True,
-        title="double the batch",
         shared=2,
+        conditional=True,
     )
 
 
@@ -94,7 +90,6 @@ def _twice_the_rows(case: Case) -> Proposal | None:
         f"{counted(len(reads), 'product')} of {counted(rows, 'row')} or more read weights for most of their time",
         "process twice as many sequences in one step; the times are for today's batch",
         assumed=True,
-        title="double the batch",
         shared=2,
     )
 
@@ -317,8 +312,14 @@ CHANGES = (
     Change(
         "larger_batch",
         "give each launch more work",
-        "products of few rows take as long for twice the rows; no pass needs what another one computes",
+        "no call or pass needs what another one computes",
         larger_batch,
         _follows_larger_batch,
+    ),
+    Change(
+        "double_batch",
+        "double the batch",
+        "launches, and products of few rows that read weights, take as long for twice the batch",
+        double_batch,
     ),
 )

@@ -88,6 +88,8 @@ def _without_obstacles(case: Case) -> Proposal | None:
     summary, trains = case.summary, case.trace.trains
     if summary.waits_for != "overhead" or summary.chosen.launches < MANY_LAUNCHES or not can_be_captured(case):
         return None
+    if summary.debugging.checked_gradients:
+        return None  # each check waits: see anomaly_detection
     stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
     waits = list(_waits_before_a_launch(case, case.steps))
     waits = [
@@ -107,9 +109,10 @@ def _without_obstacles(case: Case) -> Proposal | None:
     return Proposal(
         with_cpu_time(graph, _beside_graphs(case)) if trains else graph,
         f"{'; '.join(obstacles)}: without that, {captured:,} of {summary.chosen.launches:,} launches could be replayed",
-        "torch.where instead of if, masks instead of selected elements, fixed shapes, and values read after the last "
-        f"launch; then {_compiled(case)}torch.cuda.graph",
+        "torch.where instead of if, fixed shapes, no values read between launches; then "
+        f"{_compiled(case)}torch.cuda.graph",
         assumed=True,
+        conditional=True,
         title="remove what keeps CUDA graphs out of the step",
     )
 

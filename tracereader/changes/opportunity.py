@@ -12,6 +12,8 @@ from tracereader.replay.recorded import TOLERANCE
 # some measured savings lie outside (benchmarks/scoreboard.py counts them). Where the CPU limits, two processes of the
 # same program alone differ by up to 30%.
 REPLAY_ERROR, CPU_ERROR = 0.02, 0.2
+# What a program may not be able to do stands among the changes as if it saved this share of what it saves.
+CONDITIONAL = 0.5
 
 
 class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
@@ -27,6 +29,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     shorter or removes; empty if only CPU work changes. replayed: the replayed step divided by the recorded one, if they
     differ so much that the saving is uncertain; otherwise None. needs_other_ranks: whether the change makes collectives
     shorter in the trace of one rank of many, which does not show what that saves; only its other savings are counted.
+    conditional: whether the trace does not show that the program can make the change.
     """
 
     change: str
@@ -44,6 +47,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     kernels: tuple[str, ...] = ()
     replayed: float | None = None
     needs_other_ranks: bool = False
+    conditional: bool = False
 
     @property
     def knows_unprofiled(self) -> bool:
@@ -75,7 +79,8 @@ class Proposal(msgspec.Struct, frozen=True):
     assumed: whether the graph contains a hardware limit or a typical rate. title: a title that is more specific than
     the change's. shared: the number of today's batches that the changed step serves; its time is given for one batch.
     unrecorded: whether the change removes CPU time in which nothing is recorded, which the profiler makes no longer.
-    least_us: a time that the step takes at least after the change.
+    least_us: a time that the step takes at least after the change. conditional: whether the trace does not show that
+    the program can make the change.
     """
 
     graph: Graph
@@ -86,6 +91,7 @@ class Proposal(msgspec.Struct, frozen=True):
     shared: int = 1
     unrecorded: bool = False
     least_us: float = 0.0
+    conditional: bool = False
 
 
 def priced(
@@ -131,6 +137,7 @@ def priced(
         estimated_savings=_with_error(min(ends), max(0.0, *ends), error) if ends else None,
         replayed_savings=(min(ends), max(ends)) if ends else None,
         replayed=replayed if uncertain else None,
+        conditional=proposal.conditional,
     )
 
 
@@ -166,7 +173,8 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
 
 
 def _usual_share(one: Opportunity) -> float:
-    return sum(one.replayed_savings) / 2 if one.replayed_savings else one.share
+    share = sum(one.replayed_savings) / 2 if one.replayed_savings else one.share
+    return share * CONDITIONAL if one.conditional else share
 
 
 class Unprofiled(msgspec.Struct, frozen=True):
