@@ -644,7 +644,7 @@ def test_a_comparison_sees_that_plans_or_a_growing_cache_are_gone(before, change
 
 
 def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):
-    file = TESTS / "h200-x2/buffers_kept/rank0.json.gz"
+    file = TESTS / "ranks/fsdp_rank0.json.gz"
     assert cli.main([str(file)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(

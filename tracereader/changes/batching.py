@@ -49,18 +49,23 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
     """Return a proposal to double the batch where the GPU waits for launches for most of the time.
 
     The launches take the CPU as long for twice the batch. What the CPU computes itself grows with it, so that none of
-    the step may be such work. Each activity on the GPU takes twice as long, but for the optimizer's.
+    the step may be such work. Each activity on the GPU takes twice as long, but for the optimizer's
+    and the collectives, whose sizes are those of the parameters.
     """
     summary = case.summary
-    steady, own = summary.steady, summary.training.loading is not None or summary.communication is not None
-    if summary.waits_for != "overhead" or steady is None or own or not case.trace.has_steps:
+    steady = summary.steady
+    if summary.waits_for != "overhead" or steady is None or summary.training.loading or not case.trace.has_steps:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
     if any(cpu_stretches(step) or pauses(step) for step in case.steps):
         return None
     updates = case.launched_in(OPTIMIZER)
-    longer = {work: 2 * one.us for work, one, _ in case.activities if id(work) not in updates}
+    longer = {
+        work: 2 * one.us
+        for work, one, _ in case.activities
+        if id(work) not in updates and one.family != "communication"
+    }
     share = steady.idle_not_launched_us / summary.steady_us
     return Proposal(
         with_durations(case.graph, case.in_all_steps(longer)),
@@ -68,7 +73,6 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
         "twice as many samples, sequences or requests in one step, if the launches do not grow with them",
         assumed=True,
         shared=2,
-        conditional=True,
     )
 
 
