@@ -2,10 +2,10 @@
 
     uv run python benchmarks/scoreboard.py [--json] [--list] [--pairs FOLDER]
 
-fitted: the pairs of docs/opportunities.py, with which the rules were written. unfitted: the programs of
-benchmarks/pairs, to which nobody fits a rule; FOLDER (benchmarks/pairs) has their results.json, and their traces beside
-it. A step is the one without the profiler where both recordings have it, otherwise the recorded one. --list prints
-every pair.
+fitted: the pairs of docs/opportunities.py, with which the rules were written, and those of benchmarks/pairs because of
+which a rule was changed later. unfitted: the other ones of benchmarks/pairs, to which nobody fits a rule; FOLDER
+(benchmarks/pairs) has their results.json, and their traces beside it. A step is the one without the profiler where both
+recordings have it, otherwise the recorded one. --list prints every pair.
 """
 
 import argparse
@@ -206,9 +206,12 @@ def fitted() -> list[Pair]:
     return [one for some in of_one.values() for one in _ranked(some)]
 
 
-def unfitted(folder: Path) -> list[Pair]:
-    """Return the pairs of a folder that benchmarks/pairs/record.py wrote. Variants that failed are left out."""
-    file, pairs = folder / "results.json", []
+def of_folder(folder: Path) -> dict[str, list[Pair]]:
+    """Return the pairs of a folder that benchmarks/pairs/record.py wrote. Variants that failed are left out.
+
+    A variant because of which a rule was written or changed says "fitted" in results.json, and counts among these.
+    """
+    file, pairs = folder / "results.json", {"fitted": [], "unfitted": []}
     if not file.exists():
         return pairs
     for program, variants in json.loads(file.read_text()).items():
@@ -225,8 +228,10 @@ def unfitted(folder: Path) -> list[Pair]:
                 continue
             one = next((x for x in proposed if x.change == row["proposal"] and _is_meant(x, variant, variants)), None)
             name = f"{program}/{variant}"
-            some.append(_pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind))
-        pairs += _ranked(some)
+            some.append((row, _pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind)))
+        ranked = _ranked([pair for _, pair in some])
+        for (row, _), pair in zip(some, ranked, strict=True):
+            pairs["fitted" if row.get("fitted") else "unfitted"].append(pair)
     return pairs
 
 
@@ -262,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print every pair, too")
     parser.add_argument("--pairs", type=Path, default=ROOT / "benchmarks/pairs", help="where results.json is")
     flags = parser.parse_args(argv)
-    sets = {"fitted": fitted(), "unfitted": unfitted(flags.pairs)}
+    sets = of_folder(flags.pairs)
+    sets["fitted"] = fitted() + sets["fitted"]
     found = {name: scores(pairs) for name, pairs in sets.items()}
     if flags.json:
         more = {"all_pairs": {name: msgspec.to_builtins(pairs) for name, pairs in sets.items()}} if flags.list else {}

@@ -93,7 +93,9 @@ def test_a_larger_batch_counts_for_one_batch(tmp_path):
     trace = ROOT / "traces/reference/nvidia-h200/changes/vit/eager.json.gz"
     (tmp_path / "net/base.json.gz").write_bytes(trace.read_bytes())
     (tmp_path / "results.json").write_text(json.dumps({"net": {"base": base, "larger": larger, "graph": failed}}))
-    (one,) = scoreboard.unfitted(tmp_path)
+    found = scoreboard.of_folder(tmp_path)
+    (one,) = found["unfitted"]
+    assert found["fitted"] == []
     assert (one.after, one.measured_from_us, one.measured_us) == ("net/larger", 100.0, 60.0)
 
 
