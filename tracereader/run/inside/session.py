@@ -60,6 +60,7 @@ class Session:
             return
         self.pid = os.getpid()
         self.steps.stop()
+        self.work.close()
         self.fresh()
         self.steps.start()
 
@@ -160,6 +161,7 @@ class Session:
         """Take everything back that was put into torch."""
         self.over = True
         self.steps.stop()
+        self.work.close()
 
     def fail(self, problem):
         self.why = f"{type(problem).__name__}: {problem}"
@@ -259,6 +261,9 @@ class Timing:
             if session.due("time"):
                 session.steps.narrow()
                 measuring.begin()
+
+    def close(self):
+        """Take back what was put into torch: nothing."""
 
     def facts(self):
         return {"steps_us": self.steps_us, "steady": self.measuring.steady}
