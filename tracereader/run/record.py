@@ -41,7 +41,7 @@ def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     own, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = _flags(own)
-    program.refuse(words)
+    program.refuse(words, program.search_path(os.environ))
     out = _out(args.out, words)
     folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
     try:
