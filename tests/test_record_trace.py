@@ -99,6 +99,20 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(argv, said, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("python train.py --epochs 1", "train"),
+        ("torchrun --nproc-per-node 2 jobs/train.py", "train"),
+        ("python -m accelerate.commands.launch --cpu train.py", "train"),
+        ("python -m package.train", "train"),
+        ("my-train --fast", "my-train"),
+    ],
+)
+def test_the_trace_has_the_name_of_the_program(words, name):
+    assert record._out(None, words.split()).name == f"{name}_trace.json.gz"
+
+
+@pytest.mark.parametrize(
     ("calls", "ends"),
     [
         ("aaaa", "1111"),
@@ -116,6 +130,21 @@ def test_one_that_is_called_rarely_ends_no_step():
     turn, known = inside("steps").Turn(), collections.defaultdict(type("Module", (), {}))
     found = [turn.ends(known[one]) for one in ("m" * 20 + "e") * 3]
     assert sum(found[-21:]) == 20
+
+
+def test_replays_of_a_graph_end_steps_only_if_nothing_else_does():
+    ended, kind = [], type("Graph", (), {})
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace())
+    steps = inside("steps").Steps(torch, lambda: ended.append(steps.kind))
+    graphs = [kind() for _ in range(6)]
+    for _ in range(5):  # the parts of a compiled model in a training step
+        for one in graphs:
+            steps._replayed(one)
+        steps._optimizer_stepped(graphs[0])
+    assert ended == ["optimizer"] * 5
+    for _ in range(6):
+        steps._replayed(graphs[0])
+    assert ended == ["optimizer"] * 5 + ["graph"] * 3
 
 
 def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
