@@ -1,5 +1,6 @@
 """record-trace: any program is recorded without a change of its code, and goes on as it would without that."""
 
+import ast
 import collections
 import gzip
 import json
@@ -189,6 +190,16 @@ def test_the_program_sees_its_own_environment_and_its_children_inherit_the_way_i
     assert found.stderr == ""
 
 
+@pytest.mark.parametrize("file", sorted(INSIDE.glob("*.py")), ids=lambda one: one.stem)
+def test_what_is_loaded_into_a_program_needs_its_torch_and_the_standard_library_only(file):
+    named = [one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Import | ast.ImportFrom)]
+    found = {
+        name for one in named for name in ([one.module] if hasattr(one, "module") else [a.name for a in one.names])
+    }
+    roots = {name.partition(".")[0] for name in found}
+    assert roots <= {*sys.stdlib_module_names, "torch", "sitecustomize"}
+
+
 # With real programs.
 
 
@@ -288,7 +299,7 @@ def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
 def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
     code = f"{LOOP}torch.distributed.init_process_group('gloo')\n"
     code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{STEP}"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
     assert found.returncode == 0, found.stderr
     assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]
