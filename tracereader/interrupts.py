@@ -66,7 +66,8 @@ def _is_ours() -> bool:
     if not os.path.isfile(sys.argv[0]):  # python -c, or a prompt
         return False
     folder, name = os.path.split(os.path.realpath(sys.argv[0]))
-    return name == "read-trace" or folder in (_HERE, os.path.dirname(_HERE))  # python -m tracereader; a script
+    # A command of the package; python -m tracereader; a script.
+    return name in ("read-trace", "record-trace", "try-changes") or folder in (_HERE, os.path.dirname(_HERE))
 
 
 def _end(number: int, frame: object) -> None:
