@@ -39,7 +39,7 @@ def program_name() -> str:
 
 def said_of(number: int) -> str:
     said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return said if program_name() == "read-trace" else f"{said}; files are written atomically"
+    return said if program_name() in ("read-trace", "try-changes") else f"{said}; files are written atomically"
 
 
 def answer() -> None:
@@ -66,7 +66,7 @@ def _is_ours() -> bool:
     if not os.path.isfile(sys.argv[0]):  # python -c, or a prompt
         return False
     folder, name = os.path.split(os.path.realpath(sys.argv[0]))
-    return name == "read-trace" or folder in (_HERE, os.path.dirname(_HERE))  # python -m tracereader; a script
+    return name in ("read-trace", "record-trace", "try-changes") or folder in (_HERE, os.path.dirname(_HERE))  # python -m tracereader; a script
 
 
 def _end(number: int, frame: object) -> None:
