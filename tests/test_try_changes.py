@@ -1,5 +1,6 @@
 """try-changes: which runs it makes and what it says of them, with programs that are simulated and with real ones."""
 
+import itertools
 import math
 import random
 import re
@@ -164,7 +165,7 @@ def test_runs_alternate_with_the_program_as_it_is(searched):
     program = Simulated({"workers": 0.5}, ON_CPU)
     searched(program, minutes=30)
     alone = [keys for keys in program.ran if len(keys) < 2]
-    assert all(() in pair for pair in zip(alone[1:], alone[2:], strict=False))
+    assert all(() in pair for pair in itertools.pairwise(alone[1:]))
 
 
 def test_only_and_without_choose_the_changes(searched):

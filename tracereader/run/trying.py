@@ -107,7 +107,7 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
         try:
             say(
                 f"runs the program again and again for at most {args.minutes:g} min, as it is and with changes in "
-                "turn. Each run ends after a few steps. Nothing is edited. What the program writes, it writes each time."
+                "turn. Each run ends after a few steps. Nothing is edited. What it writes, it writes each time."
             )
             session = Session(
                 program,
