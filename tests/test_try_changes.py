@@ -1,9 +1,16 @@
 """try-changes: which runs it makes and what it says of them, with programs that are simulated and with real ones."""
 
 import itertools
+import json
 import math
+import os
 import random
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -270,3 +277,116 @@ def test_bad_input_is_one_line(argv, said, capsys):
     assert trying.main(argv) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+# Real programs.
+
+SLEEPER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Photos(Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return torch.full((8,), i % 7 / 7), i % 3
+
+model = torch.nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+print("what the program prints stays hidden")
+for x, y in DataLoader(Photos(), batch_size=8, shuffle=True):
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def start(flags, program, tmp_path, **more):
+    """Start try-changes with its temporary files in tmp_path/tmp, which must be empty when it has ended."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    own = [shutil.which("try-changes", path=str(Path(sys.executable).parent)), *flags, "--", *program]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(own, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, **more)
+
+
+def processes_with(text):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if text in (entry / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_loader_that_sleeps_is_fixed_by_workers(tmp_path):
+    (tmp_path / "train.py").write_text(SLEEPER)
+    flags = ["--json", "--minutes", "1", "--only", "workers"]
+    ran = start(flags, [sys.executable, "train.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    (workers,) = found["changes"]
+    assert workers["changes"] == ["workers"] and workers["verdict"] == "helps" and workers["saves"] > 0.6
+    assert workers["results"]["kind"] == "same"
+    assert found["keep"] == {"workers": "DataLoader(…, num_workers=4, persistent_workers=True) at train.py:16"}
+    assert "stays hidden" not in printed + said
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not processes_with(str(tmp_path))
+
+
+def test_a_program_that_hangs_is_ended_with_all_its_processes(tmp_path):
+    """Also a process that left its session, and a program that ignores SIGTERM."""
+    mark = f"{86400 + os.getpid()}.125"
+    (tmp_path / "hangs.py").write_text(
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"subprocess.Popen(['sleep', '{mark}'], start_new_session=True)\n"
+        "print('it waits for a server', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    ran = start(["--minutes", "0.1"], [sys.executable, "hangs.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 1 and not printed
+    last = said.splitlines()[-1]
+    assert "the program as it is could not be measured: no result after" in last
+    log = Path(re.search(r"its output is in (\S+)", last)[1])
+    assert log.read_text() == "it waits for a server\n"
+    assert list((tmp_path / "tmp").iterdir()) == [log]
+    assert not processes_with(mark)
+
+
+@pytest.mark.parametrize(("number", "status"), ((signal.SIGINT, 130), (signal.SIGTERM, 143)))
+def test_a_signal_ends_everything(tmp_path, number, status):
+    mark = f"{86400 + os.getpid()}.25{number}"
+    (tmp_path / "waits.py").write_text(f"import subprocess\nsubprocess.run(['sleep', '{mark}'])\n")
+    ran = start([], [sys.executable, "waits.py"], tmp_path)
+    wait_for(lambda: processes_with(mark))
+    ran.send_signal(number)
+    ran.communicate()
+    assert ran.returncode == status
+    assert not processes_with(mark) and not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_program_without_torch_is_told_so(tmp_path):
+    ran = start([], [sys.executable, "-c", "print(1)"], tmp_path)
+    _, said = ran.communicate()
+    assert ran.returncode == 1 and "no process of it imported torch" in said.splitlines()[-1]
+
+
+def test_the_reason_of_a_failure_is_its_last_error(tmp_path):
+    ran = start([], [sys.executable, "-c", "raise ValueError('no such data set')"], tmp_path)
+    _, said = ran.communicate()
+    assert ran.returncode == 1 and "ValueError: no such data set; its output is in" in said.splitlines()[-1]

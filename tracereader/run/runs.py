@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.run import program
 from tracereader.run.candidates import Seen
 from tracereader.run.savings import step_us
 
@@ -32,7 +32,8 @@ class Run(msgspec.Struct, frozen=True):
     keys: the changes that it had. seconds: its whole time. steps_us: the measured steps (µs), empty if it failed.
     peak_bytes: the most GPU memory that was allocated, over all ranks; None without a GPU. losses: one for each
     backward pass. outputs: numbers of what the outermost modules returned first. applied: how often each change found
-    something to change. refused: torch's reasons, by key. failure: why it has no measured steps; empty if it has.
+    something to change. refused: torch's reasons, by key. trace: the recording, if the plan asked for one. failure: why
+    it has no measured steps; empty if it has.
     """
 
     keys: tuple[str, ...]
@@ -44,6 +45,7 @@ class Run(msgspec.Struct, frozen=True):
     applied: dict[str, int] = {}
     refused: dict[str, str] = {}
     seen: Seen = Seen()
+    trace: str = ""
     failure: str = ""
 
     @property
@@ -123,7 +125,7 @@ def run_once(
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=_environment(environment, plan, folder),
+            env=program.environment(environment, plan, folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -135,13 +137,12 @@ def run_once(
         finally:
             end_all(process)
     seconds = time.monotonic() - began
-    results = [json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json")) if path.name != "plan.json"]
+    results = program.results(folder)
     measured = [one for one in results if one.get("steps_us")]
     if not measured:
         failure = f"no result after {limit_s:.0f} s" if timed_out else _why(results, process.returncode, folder / "log")
         return Run(keys, seconds, failure=failure)
-    # Rank 0 of the ranks; of several programs with torch, the one that made most steps.
-    first = min(measured, key=lambda one: (one.get("rank", 0), -one["steps"]))
+    first = measured[0]
     peaks = [one["peak_bytes"] for one in results if one.get("peak_bytes")]
     return Run(
         keys,
@@ -153,15 +154,8 @@ def run_once(
         first.get("applied", {}),
         first.get("refused", {}),
         msgspec.convert({**first.get("seen", {}), "world_size": first.get("world_size", 1)}, Seen),
+        str(trace) if (trace := folder / "trace.json").exists() else "",
     )
-
-
-def _environment(environment: Mapping[str, str], plan: Mapping[str, object], folder: Path) -> dict[str, str]:
-    path = folder / "plan.json"
-    path.write_text(json.dumps({**plan, "folder": str(folder)}))
-    inside = str(Path(__file__).parent / "inside")
-    own = {"TRACEREADER_PLAN": str(path), "PYTHONPATH": os.pathsep.join([inside, environment.get("PYTHONPATH", "")])}
-    return {**environment, **own}
 
 
 def _end_with_parent() -> None:
@@ -174,7 +168,7 @@ def _wait(process: subprocess.Popen, folder: Path, deadline: float) -> bool:
     ended = None
     while process.poll() is None:
         now = time.monotonic()
-        if ended is None and any(path.name != "plan.json" for path in folder.glob("*.json")):
+        if ended is None and any(folder.glob("[0-9]*.json")):
             ended = now
         if ended is not None and now > ended + GRACE_S:
             return False
@@ -186,6 +180,8 @@ def _wait(process: subprocess.Popen, folder: Path, deadline: float) -> bool:
 
 def _why(results: Sequence[dict], status: int, log: Path) -> str:
     """Return why a program that has ended measured nothing."""
+    if mistakes := program.problems(log.parent):
+        return f"a mistake of try-changes in the program: {mistakes[0].strip().splitlines()[-1]}"
     if reason := _error_in(log):
         return reason
     if status < 0:

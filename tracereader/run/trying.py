@@ -40,10 +40,9 @@ def main(argv=None):
 
         tried.show_list(list(known.values()))
         return
-    if not program:
-        raise BadInput("name the program after --, as in: try-changes -- python train.py")
-    if shutil.which(program[0], path=_environment(args).get("PATH")) is None:
-        raise BadInput(f"{printable(program[0])}: no such command")
+    from tracereader.run.program import refuse
+
+    refuse(program, _environment(args).get("PATH"))
     _try(args, program)
 
 
@@ -119,22 +118,18 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
                 show=args.output,
                 step_at=args.step_at,
             )
-            stopped = False
+            stopped = None
             with interrupts.raised():
                 try:
                     search(session, args.only, args.without)
-                except (KeyboardInterrupt, interrupts.Ended):
-                    stopped = True
+                except (KeyboardInterrupt, interrupts.Ended) as signal:
+                    stopped = signal
+            if session.as_it_is:
+                print(tried.as_json(session, program)) if args.json else tried.show(session)
+            if stopped is not None:
+                raise stopped
             if not session.as_it_is:
-                if stopped:
-                    raise KeyboardInterrupt
                 raise RunFailed(_failed(session, folder))
-            if args.json:
-                print(tried.as_json(session, program))
-            else:
-                tried.show(session)
-            if stopped:
-                raise KeyboardInterrupt
         finally:
             clean_up()
 

@@ -39,8 +39,9 @@ class Changes:
         self.seen = {"modules": [], "optimizers": [], "loaders": [], "ddp": [], "checkpoints": [], "copies": []}
         self.seen.update(attention=[], zero_grad=[], compiled=[])
         self.outputs, self._losses = [], []
+        self.stock = 0  # the batches that the workers of the loaders prepare ahead
         self.steps = 0
-        self._undo = []
+        self._searching, self._ends = False, []
         self._known = {}
 
     # What measuring calls.
@@ -48,17 +49,12 @@ class Changes:
     def step_ended(self):
         """Tell that a step has ended."""
         self.steps += 1
-        if self.steps == FOUND_BY:
-            self.stop_searching()
+        if self.steps >= FOUND_BY and self._ends:
+            self._ends = [end for end in self._ends if not end()]
         if self.steps == FROZEN_AFTER and "gc_freeze" in self.keys:
             gc.collect()
             gc.freeze()
             self.applied["gc_freeze"] += 1
-
-    def stop_searching(self):
-        """Take the search for outermost modules back, so that it takes no time in the measured steps."""
-        while self._undo:
-            self._undo.pop()()
 
     def facts(self):
         """Return what was seen, what was applied and what was refused, as JSON can hold it."""
@@ -105,10 +101,8 @@ class Changes:
                 self._only_attention(name)
         if self.look or "no_checkpoint" in self.keys:
             self._patch_checkpoint()
-        if self.look or self.keys & {"fused_optimizer", "foreach_optimizer"}:
-            self._patch_optimizers()
-        if self.look or self.keys & {"workers", "pin_memory", "persistent_workers"}:
-            self._patch_loader()
+        self._patch_optimizers()
+        self._patch_loader()
         if self.look or self.keys & {"non_blocking", "pin_memory"}:
             self._patch_copies()
         if self.look or "set_to_none" in self.keys:
@@ -196,7 +190,7 @@ class Changes:
 
         kind.__init__ = init
 
-    def _see_optimizer(self, optimizer, args, kwargs):
+    def _see_optimizer(self, optimizer):
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         kind = type(optimizer)
         offers = inspect.signature(kind.__init__).parameters if kind.__module__.startswith("torch.") else ()
@@ -218,7 +212,7 @@ class Changes:
         @functools.wraps(original)
         def init(one, *args, **kwargs):
             original(one, *args, **kwargs)
-            after(one, args, kwargs)
+            after(one)
 
         kind.__init__ = init
 
@@ -250,6 +244,8 @@ class Changes:
             if "pin_memory" in self.keys:
                 given.arguments["pin_memory"] = True
                 self.applied["pin_memory"] += 1
+            ahead = given.arguments.get("num_workers", 0) * (given.arguments.get("prefetch_factor") or 2)
+            self.stock = max(self.stock, ahead)
             return original(*given.args, **given.kwargs)
 
         kind.__init__ = init
@@ -355,22 +351,30 @@ class Changes:
             return original(query, *args, **kwargs)
 
         functional.scaled_dot_product_attention = attention
-        self._undo.append(lambda: setattr(functional, "scaled_dot_product_attention", original))
+
+        def end():
+            functional.scaled_dot_product_attention = original
+            return True
+
+        self._ends.append(end)
 
     # The outermost modules.
 
     def _search_modules(self):
         """Find the modules that the program calls itself, in the first steps, and change how they are called.
 
-        nn.Module's own __call__ is put back during each call and after the search, so that torch.compile sees it.
+        nn.Module's own __call__ is put back during each call and after the search, because torch.compile traces it.
         """
         torch = self.torch
         kind = torch.nn.Module
         original, compile_ = kind.__call__, torch.compile
         modes = [mode for key, mode in COMPILE_MODES.items() if mode and key in self.keys]
 
+        @functools.wraps(original)
         def found(module, *args, **kwargs):
-            kind.__call__ = original
+            if not self._searching:
+                return original(module, *args, **kwargs)
+            before = self._put_back(original)
             try:
                 is_new = self._adopt(module, args, kwargs)
                 result = module(*args, **kwargs)
@@ -378,8 +382,7 @@ class Changes:
                     self._keep_output(result)
                 return result
             finally:
-                if self._undo:
-                    kind.__call__ = found
+                kind.__call__ = before
 
         @functools.wraps(compile_)
         def compiled(model=None, **kwargs):
@@ -388,23 +391,32 @@ class Changes:
             if modes and kwargs.get("mode") in (None, "default") and kwargs.get("options") is None:
                 kwargs["mode"] = modes[0]
                 self.applied[next(key for key, mode in COMPILE_MODES.items() if mode == modes[0])] += 1
-            before, kind.__call__ = kind.__call__, original  # it keeps the method that it finds
+            before = self._put_back(original)  # the compiled module keeps the method that it finds
             try:
                 return compile_(model, **kwargs)
             finally:
                 kind.__call__ = before
 
-        def put_back():
-            kind.__call__ = original
+        def end():
+            self._searching = False
+            if kind.__call__ is found:  # what counts steps may have patched it since
+                kind.__call__ = original
+            return kind.__call__ is original
 
         kind.__call__ = found
-        if self.look or modes:
-            torch.compile = compiled
-        self._undo.append(put_back)
+        torch.compile = compiled
+        self._searching = True
+        self._ends.append(end)
+
+    def _put_back(self, original):
+        """Give nn.Module its own __call__, and return the one that it had."""
+        kind = self.torch.nn.Module
+        before, kind.__call__ = kind.__call__, original
+        return before
 
     def _adopt(self, module, args, kwargs):
         torch = self.torch
-        is_compiled = hasattr(module, "_orig_mod")  # torch.compile(module) made it
+        outer, is_compiled = module, hasattr(module, "_orig_mod")  # torch.compile(module) made it
         module = getattr(module, "_orig_mod", module)
         if id(module) in self._known:
             return False
@@ -431,13 +443,13 @@ class Changes:
                 autocast=_autocast_is_on(torch, first.device.type),
                 compiled=is_compiled or getattr(module, "_compiled_call_impl", None) is not None,
             )
-        if not self.keys & {"bf16", "channels_last", "inference_mode", *COMPILE_MODES}:
-            return True
         has_slot = hasattr(torch.nn.Module, "_compiled_call_impl")  # since torch 2.2
-        was_compiled = has_slot and module._compiled_call_impl is not None
-        call = module._compiled_call_impl if was_compiled else module._call_impl if has_slot else module.forward
+        was_compiled = is_compiled or (has_slot and outer._compiled_call_impl is not None)
+        before = outer._compiled_call_impl if has_slot else None
+        call = before or (outer._call_impl if has_slot else outer.forward)
+        original = call
         for key, mode in COMPILE_MODES.items():
-            if key in self.keys and not was_compiled and not is_compiled:
+            if key in self.keys and not was_compiled:
                 call = torch.compile(call) if mode is None else torch.compile(call, mode=mode)
                 self.applied[key] += 1
         if "channels_last" in self.keys and any(one.dim() == 4 for one in module.parameters()):
@@ -450,10 +462,9 @@ class Changes:
         if "inference_mode" in self.keys:
             call = _without_autograd(torch, call)
             self.applied["inference_mode"] += 1
-        if has_slot:
-            module._compiled_call_impl = call
-        else:
-            module.forward = call
+        if call is not original:
+            # Past a __setattr__ of its own, which a compiled module has.
+            outer.__dict__["_compiled_call_impl" if has_slot else "forward"] = call
         return True
 
     def _keep_output(self, result):
