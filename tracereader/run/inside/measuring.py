@@ -1,0 +1,114 @@
+"""Times a program's steps without the profiler, once they are steady."""
+
+import statistics
+import sys
+import time
+
+STEADY = 4  # so many steps are compared with as many before them
+FALLING = 1.15  # steps that were longer than the latest ones by this factor are still becoming shorter
+STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady
+
+
+class Measuring:
+    """Takes the ends of steps, and measures from the step on at which compilations and allocations have stopped.
+
+    steps: how many have ended. ready: whether the steps are steady. begin() starts the measurement; finish() returns
+    the measured steps in µs. Each rank begins and finishes at the same step, so the caller decides when.
+    """
+
+    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None):
+        self.torch, self.skip, self.least, self.seconds, self.most = torch, skip, least, seconds, most
+        self.steps = 0
+        self.began = time.perf_counter()
+        self.ends = []  # of the steps of the warm-up, in s
+        self.work = None  # what was compiled and allocated so far
+        self.quiet = 0  # steps without any of these
+        self.marks = []
+        self.measuring = False
+        self.steady = False
+
+    def ended(self):
+        """Count the end of a step."""
+        self.steps += 1
+        if self.measuring:
+            self.marks.append(self._mark())
+            return
+        self.ends.append(time.perf_counter())
+        del self.ends[: -2 * STEADY - 1]
+        work = self._compiled(), self._allocated()
+        self.quiet = self.quiet + 1 if work == self.work else 0
+        self.work = work
+
+    @property
+    def ready(self):
+        """Whether the warm-up is over. It is also over where the steps never become steady."""
+        if self.steps < self.skip + 1:
+            return False
+        late = self.steps > self.skip + STEPS_AT_MOST or self.ends[-1] > self.began + SECONDS_AT_MOST
+        times = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        latest, before = times[-STEADY:], times[:-STEADY]
+        few = len(times) < STEADY or (len(before) < 2 and sum(times) < 10)  # long steps need not be so many
+        falls = before and statistics.median(before) > FALLING * statistics.median(latest)
+        self.steady = self.quiet >= 2 and not few and not falls
+        return self.steady or late
+
+    def begin(self):
+        """Begin to measure at the step that ends now."""
+        self.measuring = True
+        self._synchronize()
+        self.marks = [self._mark()]
+
+    @property
+    def enough(self):
+        """Whether enough steps are measured."""
+        count, seconds = len(self.marks) - 1, time.perf_counter() - self.marks[0][0]
+        if count >= self.least and (seconds >= self.seconds or (self.most and count >= self.most)):
+            return True
+        return count >= 3 and seconds >= max(5.0, self.seconds)
+
+    def so_far(self):
+        """Return the measured steps in µs by the CPU's clock, which runs ahead of a GPU's."""
+        return [(after[0] - before[0]) * 1e6 for before, after in zip(self.marks, self.marks[1:], strict=False)]
+
+    def finish(self):
+        """Return the measured steps in µs: by the GPU's clock where there is one."""
+        self.measuring = False
+        self._synchronize()
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if not pairs:
+            return []
+        if all(event is not None for _, event in self.marks):
+            found = [before[1].elapsed_time(after[1]) * 1e3 for before, after in pairs]
+        else:
+            found = [(after[0] - before[0]) * 1e6 for before, after in pairs]
+        self.marks = []
+        return found
+
+    def _mark(self):
+        now = time.perf_counter()
+        if not self._on_gpu() or self.torch.cuda.is_current_stream_capturing():
+            return now, None
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return now, event
+
+    def _on_gpu(self):
+        cuda = getattr(self.torch, "cuda", None)
+        return cuda is not None and cuda.is_initialized()
+
+    def _synchronize(self):
+        if self._on_gpu() and not self.torch.cuda.is_current_stream_capturing():
+            self.torch.cuda.synchronize()
+
+    def _compiled(self):
+        utils = sys.modules.get("torch._dynamo.utils")
+        counters = getattr(utils, "counters", None)
+        return counters["stats"].get("unique_graphs", 0) if counters and "stats" in counters else 0
+
+    def _allocated(self):
+        if not self._on_gpu():
+            return 0
+        try:
+            return self.torch._C._cuda_memoryStats(self.torch.cuda.current_device())["segment"]["all"]["allocated"]
+        except Exception:  # an allocator of the program's own
+            return 0

@@ -1,0 +1,244 @@
+"""Records a few steady steps with PyTorch's profiler, after the same steps were timed without it."""
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import statistics
+import warnings
+
+DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
+SLOW = 1.5  # a step of another kind takes this many times the median
+REPEATS = 3  # so many slow steps at equal distances make a period
+WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
+NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
+
+
+class Recording:
+    """Warms up, times the steps, records them, writes the trace, and ends the program or lets it go on.
+
+    The plan's fields beside those of try-changes: out (the trace's path, with {rank} where it has several ranks),
+    active, record_s (the recording's seconds at most), go_on, shapes, stacks, memory.
+    """
+
+    def __init__(self, session):
+        self.session, self.plan, self.torch = session, session.plan, session.torch
+        plan = self.plan
+        self.measuring = session.load("measuring").Measuring(
+            session.torch, plan["skip"], plan["least"], plan["seconds"], plan["most"]
+        )
+        self.phase = "warming up"
+        self.steps_us, self.period = [], None
+        self.profiler, self.left, self.active = None, 0, plan["active"]
+        self.trace = None
+        self.undo = []
+        self.starting = False
+        self._watch_other_profilers()
+
+    @property
+    def steps(self):
+        return self.measuring.steps
+
+    def facts(self):
+        return {
+            "phase": self.phase,
+            "steps_us": self.steps_us,
+            "steady": self.measuring.steady,
+            "trace": self.trace,
+            "recorded": self.active if self.trace else 0,
+            **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
+        }
+
+    def ended(self):
+        """Go on to the next phase at the end of a step, if all ranks of this machine do so."""
+        session, measuring = self.session, self.measuring
+        if self.profiler is not None:
+            measuring.steps += 1
+            self._step_of_profiler()
+            return
+        measuring.ended()
+        if self.phase == "warming up":
+            if session.leads and measuring.ready:
+                session.decide("time")
+            if session.due("time"):
+                self.phase = "timing steps without the profiler"
+                session.steps.narrow()
+                measuring.begin()
+        elif self.phase == "timing steps without the profiler":
+            if session.leads and measuring.enough and not self._awaits_period():
+                session.decide("profile", self._count())
+            if count := session.due("profile"):
+                self.active = count
+                self.steps_us = measuring.finish()
+                self.period = period(self.steps_us)
+                self._profile(1, DISCARDED, None)
+                self.phase = "starting the profiler"
+        elif self.phase == "recorded":
+            if session.leads and session.all_are_done():
+                session.decide("end")
+            if session.due("end"):
+                session.end_program()
+
+    def _awaits_period(self):
+        measuring, plan = self.measuring, self.plan
+        times = measuring.so_far()
+        slow = _slow(times)
+        if not slow or len(slow) >= REPEATS:
+            return False
+        return len(times) < WAIT_FOR_PERIOD * plan["least"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
+
+    def _count(self):
+        times = self.measuring.so_far()
+        longest = max(self.plan["active"], period(times) or 0)
+        return max(self.plan["active"], min(longest, int(self.plan["record_s"] * 1e6 / statistics.fmean(times))))
+
+    # The profiler.
+
+    def _profile(self, warmup, active, then):
+        profiler = self.torch.profiler
+        kinds = [profiler.ProfilerActivity.CPU]
+        for device in ("cuda", "xpu"):
+            module = getattr(self.torch, device, None)
+            if module is not None and module.is_available() and module.is_initialized():
+                kinds.append(getattr(profiler.ProfilerActivity, device.upper()))
+        with _quiet(), self._ours():
+            self.profiler = profiler.profile(
+                activities=kinds,
+                schedule=profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1),
+                on_trace_ready=then,
+                record_shapes=self.plan["shapes"],
+                profile_memory=self.plan["memory"],
+                with_stack=self.plan["stacks"],
+            )
+            self.profiler.start()
+        self.left = warmup + active
+
+    def _step_of_profiler(self):
+        with _quiet(), self._ours():
+            self.left -= 1
+            self.profiler.step()
+            if self.left:
+                return
+            self.profiler.stop()
+        self.profiler = None
+        if self.phase == "starting the profiler":
+            self.phase = "recording"
+            self._profile(1, self.active, self._write)
+            return
+        self.phase = "recorded"
+        self._unwatch()
+        self.session.why = "recorded"
+        self.session.done()
+        if self.plan["go_on"]:
+            self.session.finish()
+        elif self.session.local_world_size == 1:
+            self.session.end_program()
+
+    def _write(self, recorded):
+        """Write the trace under its name at once, with the time of a step without the profiler."""
+        path = self.plan["out"].replace("{rank}", str(self.session.rank))
+        folder, name = os.path.split(path)
+        raw = os.path.join(folder, f".{name}.{os.getpid()}.json")
+        packed = raw + ".tmp"
+        try:
+            recorded.export_chrome_trace(raw)
+            known = json.dumps(unprofiled(self.steps_us, self.period))[1:-1]
+            opened = gzip.open(packed, "wb", compresslevel=5) if name.endswith(".gz") else open(packed, "wb")
+            with open(raw, "rb") as source, opened as target:
+                start = source.read(1 << 16)
+                brace = start.index(b"{") + 1
+                target.write(start[:brace] + b"\n  " + known.encode() + b",")
+                target.write(start[brace:])
+                shutil.copyfileobj(source, target, 1 << 20)
+            os.replace(packed, path)
+            self.trace = path
+        finally:
+            for each in (raw, packed):
+                with contextlib.suppress(OSError):
+                    os.unlink(each)
+
+    # A profiler of the program's own. Two at a time raise an error in the second one, which must not be the program's.
+
+    def _watch_other_profilers(self):
+        torch = self.torch
+        for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "__enter__")):
+            self._watch(kind, name)
+
+    def _watch(self, kind, name):
+        start = getattr(kind, name)
+
+        def watched(one, *args, **kwargs):
+            if not self.starting:
+                self._give_way()
+            return start(one, *args, **kwargs)
+
+        watched.__wrapped__ = start
+        setattr(kind, name, watched)
+
+        def back():
+            if getattr(kind, name) is watched:
+                setattr(kind, name, start)
+
+        self.undo.append(back)
+
+    def _unwatch(self):
+        while self.undo:
+            self.undo.pop()()
+
+    def _give_way(self):
+        self._unwatch()
+        if self.session.over:
+            return
+        self.close()
+        self.session.why = "the program starts a profiler of its own"
+        self.session.write_result()
+        self.session.finish()
+
+    def close(self):
+        """Stop the profiler if it runs, and take back what was put into torch."""
+        self._unwatch()
+        if self.profiler is not None:
+            profiler, self.profiler = self.profiler, None
+            profiler.on_trace_ready = None
+            with _quiet(), contextlib.suppress(Exception):
+                profiler.stop()
+
+    @contextlib.contextmanager
+    def _ours(self):
+        self.starting = True
+        try:
+            yield
+        finally:
+            self.starting = False
+
+
+def period(times_us):
+    """Return after how many steps a slow one returns; None if the slow ones are not at equal distances."""
+    slow = _slow(times_us)
+    gaps = {after - before for before, after in zip(slow, slow[1:], strict=False)}
+    return gaps.pop() if len(slow) >= REPEATS and len(gaps) == 1 else None
+
+
+def _slow(times_us):
+    limit = SLOW * statistics.median(times_us)
+    return [place for place, one in enumerate(times_us) if one > limit]
+
+
+def unprofiled(times_us, repeats=None):
+    """Return what the trace says about the steps without the profiler (NAMES).
+
+    The time of a step is the median, because another program may have made some of them longer. Where steps of two
+    kinds take turns, it is the mean over whole turns.
+    """
+    quartiles = statistics.quantiles(times_us, n=4, method="inclusive") if len(times_us) > 1 else 3 * list(times_us)
+    whole = times_us[: len(times_us) // repeats * repeats] if repeats else ()
+    step = statistics.fmean(whole) if whole else statistics.median(times_us)
+    return dict(zip(NAMES, (step, [quartiles[0], quartiles[2]], len(times_us)), strict=True))
+
+
+@contextlib.contextmanager
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

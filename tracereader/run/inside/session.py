@@ -1,0 +1,290 @@
+"""One process of the program: whether it is measured, what all ranks do at the same step, and its result."""
+
+import atexit
+import json
+import os
+import sys
+import threading
+
+AHEAD = 3  # steps between a rank's decision and the step at which all ranks follow it
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+WORLD = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def begin(torch, plan_path, load):
+    """Start what the plan says, in this process. load: returns a module of this folder by its name."""
+    with open(plan_path, encoding="utf-8") as file:
+        plan = json.load(file)
+    Session(torch, plan, load).start()
+
+
+class Session:
+    """What is done in this process. It does nothing before the first step, and nothing in a process without steps."""
+
+    def __init__(self, torch, plan, load):
+        self.torch, self.plan, self.load = torch, plan, load
+        self.folder = plan["folder"]
+        self.pid = os.getpid()
+        self.made = None
+        self.fresh()
+
+    def fresh(self):
+        """Forget what was counted: at the start, and in a child that was forked."""
+        self.claimed = None  # None: no step yet. False: another process is measured. True: this one is
+        self.why = "ended"
+        self.result = {}
+        self.over = False
+        self.exits = 0
+        self.decisions = {}
+        self.thread = None
+        self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
+        kind = self.load("recording").Recording if self.plan["mode"] == "record" else Timing
+        self.work = kind(self)
+
+    def start(self):
+        """Watch for steps. Make the plan's changes first, if it has any."""
+        if self.plan.get("changes") is not None:
+            changes = self.load("changes")
+            self.made = changes.install(self.torch, self.plan["changes"], self.plan.get("look", False))
+            changes.seed(self.torch)
+        self.steps.start()
+        atexit.register(self.at_exit)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forked)
+
+    def forked(self):
+        """Begin again in the child of a fork. Another process is measured, so it records only if that one does not."""
+        if self.over:
+            return
+        self.pid = os.getpid()
+        self.steps.stop()
+        self.work.close()
+        self.fresh()
+        self.steps.start()
+
+    # What the launcher says of this process.
+
+    @property
+    def rank(self):
+        return self._distributed("get_rank", RANKS, 0)
+
+    @property
+    def world_size(self):
+        return self._distributed("get_world_size", WORLD, 1)
+
+    def _distributed(self, asked, names, default):
+        distributed = sys.modules.get("torch.distributed")
+        try:
+            if distributed is not None and distributed.is_available() and distributed.is_initialized():
+                return getattr(distributed, asked)()
+        except Exception:
+            pass
+        return _number(names, default)
+
+    @property
+    def local_world_size(self):
+        return _number(LOCAL_WORLD, self.world_size)
+
+    @property
+    def leads(self):
+        """Whether this process decides for all that are on this machine."""
+        return self.world_size == 1 or _number(LOCAL_RANKS, self.rank) == 0
+
+    # Steps.
+
+    def step_ended(self):
+        if self.over or os.getpid() != self.pid:
+            return
+        if self.claimed is None:
+            self.thread = threading.get_ident()
+            self.claimed = self.claim()
+            if not self.claimed:
+                self.finish()
+        if not self.claimed or threading.get_ident() != self.thread:
+            return
+        if self.made is not None:
+            self.made.step_ended()
+        try:
+            self.work.ended()
+        except Exception as problem:  # ours: it must not end the program
+            self.fail(problem)
+
+    def claim(self):
+        """Take this rank for this process. A process that has ended without a result has lost it."""
+        path = os.path.join(self.folder, f"claim-{self.rank}")
+        for _ in range(3):
+            try:
+                with open(path, "x") as file:
+                    file.write(str(self.pid))
+                return True
+            except FileExistsError:
+                try:
+                    with open(path) as file:
+                        other = int(file.read() or 0)
+                except (OSError, ValueError):
+                    return False
+                if not other or _lives(other) or os.path.exists(self._path(f"done-{self.rank}")):
+                    return False
+                try:
+                    os.unlink(path)
+                except OSError:
+                    return False
+        return False
+
+    def decide(self, what, value=True):
+        """Have all ranks of this machine do `what` at the same step, a few steps from now; at once without ranks."""
+        if what in self.decisions:
+            return
+        alone = self.local_world_size == 1
+        self.decisions[what] = (self.work.steps + (0 if alone else AHEAD), value)
+        if not alone:
+            self._write("decision-" + what, json.dumps(self.decisions[what]))
+
+    def due(self, what):
+        """Return what was decided if this step is the one at which it is done, or a later one; otherwise None."""
+        if what not in self.decisions:
+            if self.leads:
+                return None
+            try:
+                with open(self._path("decision-" + what)) as file:
+                    self.decisions[what] = tuple(json.load(file))
+            except (OSError, ValueError):
+                return None
+        step, value = self.decisions[what]
+        return value if self.work.steps >= step else None
+
+    # The end.
+
+    def finish(self):
+        """Take everything back that was put into torch."""
+        self.over = True
+        self.steps.stop()
+        self.work.close()
+
+    def fail(self, problem):
+        self.why = f"{type(problem).__name__}: {problem}"
+        self.write_result()
+        self.finish()
+
+    def done(self):
+        """Tell that this rank has its result. The program ends when all ranks of this machine have theirs."""
+        self.write_result()
+        self._write(f"done-{self.rank}", "")
+
+    def all_are_done(self):
+        return len([one for one in os.listdir(self.folder) if one.startswith("done-")]) >= self.local_world_size
+
+    def end_program(self):
+        """End the program by an exception that lets it clean up. Another one follows if it was caught."""
+        self.exits += 1
+        if self.exits >= 3:
+            self.finish()
+        self.steps.stop()
+        if self.thread != threading.main_thread().ident:
+            self.finish()  # in another thread it would end that one only: the command ends the program
+            return
+        outcomes = sys.modules.get("_pytest.outcomes")
+        if outcomes is not None and "PYTEST_CURRENT_TEST" in os.environ:
+            raise outcomes.Exit("the steps are measured", 0)
+        raise SystemExit(0)
+
+    def at_exit(self):
+        if os.getpid() == self.pid and self.claimed and not self.result:
+            self.write_result()
+
+    def write_result(self):
+        torch = self.torch
+        self.result = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "local_world_size": self.local_world_size,
+            "pid": self.pid,
+            "steps": self.work.steps,
+            "kind": self.steps.kind,
+            "why": self.why,
+            "peak_bytes": torch.cuda.max_memory_allocated() if _on_gpu(torch) else None,
+            **self.work.facts(),
+            **(self.made.facts() if self.made is not None else {}),
+        }
+        self._write(f"{self.pid}.json", json.dumps(self.result))
+
+    def _path(self, name):
+        return os.path.join(self.folder, name)
+
+    def _write(self, name, text):
+        temporary = self._path(f"{name}.{self.pid}.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, self._path(name))
+        except OSError:  # the command has ended, and its folder with it
+            pass
+
+
+class Timing:
+    """Times the steps without the profiler, and then ends the program."""
+
+    def __init__(self, session):
+        self.session, plan = session, session.plan
+        measuring = session.load("measuring")
+        self.measuring = measuring.Measuring(
+            session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most")
+        )
+        self.steps_us = []
+
+    @property
+    def steps(self):
+        return self.measuring.steps
+
+    def ended(self):
+        session, measuring = self.session, self.measuring
+        measuring.ended()
+        if self.steps_us:
+            if session.leads and session.all_are_done():
+                session.decide("end")
+            if session.due("end"):
+                session.end_program()
+        elif measuring.measuring:
+            if session.leads and measuring.enough:
+                session.decide("stop")
+            if session.due("stop"):
+                self.steps_us = measuring.finish()
+                session.why = "measured"
+                session.done()
+                if session.local_world_size == 1:
+                    session.end_program()
+        else:
+            if session.leads and measuring.ready:
+                session.decide("time")
+            if session.due("time"):
+                session.steps.narrow()
+                measuring.begin()
+
+    def close(self):
+        """Take back what was put into torch: nothing."""
+
+    def facts(self):
+        return {"steps_us": self.steps_us, "steady": self.measuring.steady}
+
+
+def _number(names, default):
+    for name in names:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return default
+
+
+def _lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _on_gpu(torch):
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

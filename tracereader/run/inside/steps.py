@@ -1,0 +1,242 @@
+"""When does a step of the program end?
+
+With an optimizer's step; where nothing is trained, with the outermost call of a module; or where the user says.
+Several optimizers (or modules) that take turns make one step: it ends with the last one of the turn.
+"""
+
+import sys
+import threading
+import time
+import weakref
+
+RARE = 8  # what is called this many times less often than another one does not end the steps
+WAIT_CALLS, WAIT_S = 64, 20  # after these, calls of modules count even if there is an optimizer that has made no step
+PARAMETERLESS = 8  # so many calls of modules without parameters before they count
+
+
+class Turn:
+    """Which of several objects is the last one of a turn, such as the generator of a GAN after its discriminator."""
+
+    def __init__(self):
+        self.seen = weakref.WeakKeyDictionary()  # object -> [calls, when it was first seen, its latest call]
+        self.calls = 0
+
+    def ends(self, one):
+        """Count a call of this object, and return whether it ends a turn."""
+        self.calls += 1
+        entry = self.seen.get(one)
+        if entry is None:
+            entry = self.seen[one] = [0, self.calls, 0]
+        entry[0] += 1
+        entry[2] = self.calls
+        if len(self.seen) == 1:
+            return True
+        entries = list(self.seen.values())
+        most = max(each[0] for each in entries)
+        # One that has stopped being called, as in an earlier phase, ends no turn any more.
+        recent = self.calls - 4 * RARE * len(entries)
+        usual = [each for each in entries if each[0] * RARE >= most and each[2] > recent] or entries
+        least = min(each[0] for each in usual)
+        return entry is max((each for each in usual if each[0] <= least + 1), key=lambda each: each[1])
+
+
+class Steps:
+    """Calls `ended()` at the end of each step, from start() to stop(), in the thread of the program that makes it.
+
+    kind: "optimizer", "module" or "named" once a step has ended. thread: the thread that makes the steps.
+    """
+
+    def __init__(self, torch, ended, step_at=None):
+        self.torch, self.ended, self.step_at = torch, ended, step_at
+        self.kind = None
+        self.undo = []
+        self.optimizers, self.modules, self.parameterless = Turn(), Turn(), Turn()
+        self.optimizers_made = 0
+        self.began = time.monotonic()
+        self.busy = threading.local()
+        self.classes = set()
+        self.module_calls = 0
+        self.with_parameters = weakref.WeakKeyDictionary()
+
+    def start(self):
+        """Watch for the ends of steps."""
+        if self.step_at:
+            self.kind = "named"
+            self._watch_function() if ":" in self.step_at else self._watch_annotation()
+            return
+        torch = self.torch
+        from torch.optim import optimizer
+
+        is_compiling = _is_compiling(torch)
+
+        def stepped(one, args, kwargs):
+            if is_compiling():  # a compiled optimizer: its code must not hold this call
+                return
+            self._optimizer_stepped(one)
+
+        self.undo.append(optimizer.register_optimizer_step_post_hook(stepped).remove)
+        kind = optimizer.Optimizer
+        make = kind.__init__
+
+        def __init__(one, *args, **kwargs):
+            self.optimizers_made += 1
+            make(one, *args, **kwargs)
+
+        __init__.__wrapped__ = make
+        self._patch(kind, "__init__", __init__)
+        self._watch_modules(torch.nn.Module)
+
+    def stop(self):
+        """Take back everything that start() put into the program's torch."""
+        while self.undo:
+            self.undo.pop()()
+        self.classes.clear()
+
+    def _patch(self, owner, name, new):
+        own = name in vars(owner)
+        old = getattr(owner, name)
+        setattr(owner, name, new)
+
+        def back():
+            if vars(owner).get(name) is new:  # or somebody else has patched it since
+                setattr(owner, name, old) if own else delattr(owner, name)
+
+        self.undo.append(back)
+        return back
+
+    def _optimizer_stepped(self, one):
+        if _is_loader_worker():
+            return
+        ends = self.optimizers.ends(one)
+        if self.kind != "optimizer":
+            self.kind = "optimizer"
+            self._forget_modules()
+        if ends:
+            self.ended()
+
+    # Outermost calls of modules.
+
+    def _watch_modules(self, kind):
+        if kind in self.classes:
+            return
+        self.classes.add(kind)
+        call, busy = kind.__call__, self.busy
+
+        def __call__(module, *args, **kwargs):
+            if getattr(busy, "inside", False):
+                return call(module, *args, **kwargs)
+            busy.inside = True
+            try:
+                result = call(module, *args, **kwargs)
+            finally:
+                busy.inside = False
+            self._called(module)
+            return result
+
+        __call__.__wrapped__ = call
+        back = self._patch(kind, "__call__", __call__)
+        self.module_undo = [*getattr(self, "module_undo", ()), back]
+
+    def _forget_modules(self):
+        for back in getattr(self, "module_undo", ()):
+            back()
+            self.undo.remove(back)
+        self.module_undo = []
+        self.classes.clear()
+
+    def _called(self, module):
+        if self.kind == "optimizer" or _is_loader_worker() or _is_compiling(self.torch)():
+            return
+        self.module_calls += 1
+        if self.optimizers_made and (self.module_calls < WAIT_CALLS or time.monotonic() < self.began + WAIT_S):
+            return
+        has = self.with_parameters.get(module)
+        if has is None:
+            has = self.with_parameters[module] = next(module.parameters(), None) is not None
+        if has:
+            ends = self.modules.ends(module)
+        else:
+            ends = self.parameterless.ends(module)
+            if self.modules.calls or self.parameterless.calls < PARAMETERLESS:
+                return
+        self.kind = "module"
+        if ends:
+            self.ended()
+
+    def narrow(self):
+        """Watch the classes of the modules that were called only, so that other calls take no more time."""
+        if self.kind != "module":
+            return
+        turn = self.modules if self.modules.calls else self.parameterless
+        kinds = {type(one) for one in turn.seen}
+        self._forget_modules()
+        for kind in kinds:
+            self._watch_modules(kind)
+
+    # Where the user says.
+
+    def _watch_annotation(self):
+        kind, name = self.torch.autograd.profiler.record_function, self.step_at
+        leave = kind.__exit__
+
+        def __exit__(one, *args):
+            result = leave(one, *args)
+            if one.name == name and not _is_compiling(self.torch)():
+                self.ended()
+            return result
+
+        self._patch(kind, "__exit__", __exit__)
+
+    def _watch_function(self):
+        stopped = threading.Event()
+        self.undo.append(stopped.set)
+
+        def look():
+            # The function exists when its module has been executed so far; nothing tells when that is.
+            while not stopped.wait(0.01):
+                if self._wrap_function():
+                    return
+
+        threading.Thread(target=look, name="record-trace", daemon=True).start()
+
+    def _wrap_function(self):
+        module_name, _, path = self.step_at.partition(":")
+        *owners, name = path.split(".")
+        main = sys.modules.get("__main__")
+        stem = getattr(main, "__file__", None) or ""
+        spec = getattr(main, "__spec__", None)
+        is_main = module_name in (
+            "__main__",
+            stem.replace("\\", "/").rpartition("/")[2].removesuffix(".py"),
+            spec.name.removesuffix(".__main__") if spec else None,
+        )
+        owner = main if is_main else sys.modules.get(module_name)
+        for each in owners:
+            owner = getattr(owner, each, None)
+        function = getattr(owner, name, None)
+        if not callable(function):
+            return False
+
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            self.ended()
+            return result
+
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__", "__dict__"):
+            if hasattr(function, attribute) and attribute != "__dict__":
+                setattr(call, attribute, getattr(function, attribute))
+        call.__wrapped__ = function
+        self._patch(owner, name, call)
+        return True
+
+
+def _is_compiling(torch):
+    compiler = getattr(torch, "compiler", None)
+    if hasattr(compiler, "is_compiling"):
+        return compiler.is_compiling
+    return lambda: "torch._dynamo" in sys.modules and sys.modules["torch._dynamo"].is_compiling()
+
+
+def _is_loader_worker():
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return worker is not None and worker.get_worker_info() is not None

@@ -1,0 +1,238 @@
+"""Record a good trace of a PyTorch program, without a change of its code."""
+
+import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
+
+# isort: split
+import argparse
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tracereader.command import BadInput, OneLineParser, command, not_negative, positive, printable
+from tracereader.run import program
+
+DESCRIPTION = """Record a trace of any PyTorch program, without a change of its code.
+
+  record-trace -- python train.py --epochs 1
+  record-trace -- torchrun --nproc-per-node 8 train.py     one trace a rank
+  record-trace --read -- python serve.py                   record, then the report of read-trace
+
+After the warm-up, it times steps without the profiler, then records a few with it, writes the trace, and ends the
+program. A step ends with the optimizer's step; where nothing is trained, with the outermost call of a module."""
+
+POLL_S = 0.05
+GRACE_S = 20  # for a program that cleans up after its steps are recorded
+FORWARDED = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
+TOO_FEW = "let it run longer, or record fewer: --skip 1 --timed 3 --active 1"
+NO_STEP = "no optimizer made a step and no module was called; name what ends a step with --step-at"
+
+
+@command
+def main(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    own, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    args = _flags(own)
+    program.refuse(words)
+    out = _out(args.out, words)
+    folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
+    try:
+        status = _run(words, args, folder, out)
+        traces = _tell(folder, status, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if args.read and traces:
+        _read(traces)
+    _end_as(status)
+
+
+def _flags(own: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(prog="record-trace", description=DESCRIPTION, usage="record-trace [flags] -- COMMAND")
+    parser.add_argument("--out", metavar="FILE", help="the trace (default: NAME_trace.json.gz, after the program)")
+    parser.add_argument("--skip", type=not_negative, default=5, help="warm-up steps at least (default 5)")
+    parser.add_argument("--timed", type=positive, default=10, help="steps to time without the profiler (default 10)")
+    parser.add_argument("--active", type=positive, default=3, help="steps to record (default 3)")
+    parser.add_argument(
+        "--seconds", type=positive, default=10, help="record at most so long where steps of two kinds alternate"
+    )
+    parser.add_argument(
+        "--step-at", metavar="NAME", help="what ends a step: an annotation, or a function as module:function"
+    )
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="let the program run to its own end")
+    parser.add_argument("--no-shapes", action="store_true", help="leave the shapes of inputs out")
+    parser.add_argument("--stacks", action="store_true", help="record Python functions and modules (longer steps)")
+    parser.add_argument("--memory", action="store_true", help="record allocations")
+    parser.add_argument("--read", action="store_true", help="read the trace afterwards, as read-trace does")
+    args = parser.parse_args(own)
+    if args.step_at is not None and not args.step_at.strip(":"):
+        raise BadInput("--step-at: name an annotation, or a function as module:function")
+    return args
+
+
+def _out(named: str | None, words: Sequence[str]) -> Path:
+    """Return the trace's path. Raises BadInput if it cannot be written there."""
+    path = Path(named if named is not None else f"{_name(words)}_trace.json.gz")
+    if not path.name.endswith((".json", ".json.gz")) or path.name.startswith(".json"):
+        raise BadInput(f"--out {printable(str(path))}: the name of a trace ends with .json or .json.gz")
+    if path.is_dir():
+        raise BadInput(f"--out {printable(str(path))}: this is a folder")
+    folder = path.parent.absolute()
+    if not folder.is_dir():
+        raise BadInput(f"--out {printable(str(path))}: there is no folder {printable(str(path.parent))}")
+    if not os.access(folder, os.W_OK):
+        raise BadInput(f"--out {printable(str(path))}: the folder cannot be written to")
+    return folder / path.name
+
+
+def _name(words: Sequence[str]) -> str:
+    """Return the name of the program: its script's, its module's, or that of the command itself."""
+    for place, word in enumerate(words):
+        if word.endswith((".py", ".sh")) and not word.startswith("-"):
+            return Path(word).stem
+        if word == "-m" and place + 1 < len(words) and "torch.distributed" not in words[place + 1]:
+            return words[place + 1].rpartition(".")[2]
+    return re.sub(r"[^\w.-]", "_", Path(words[0]).stem)
+
+
+def _run(words: Sequence[str], args: argparse.Namespace, folder: Path, out: Path) -> int:
+    """Run the command with its own streams and signals, and return its status; 0 if it was ended after its steps."""
+    plan = {
+        "mode": "record", "changes": None, "skip": args.skip, "least": args.timed, "most": 4 * args.timed,
+        "seconds": 1.0, "step_at": args.step_at, "active": args.active, "record_s": args.seconds, "go_on": args.go_on,
+        "shapes": not args.no_shapes, "stacks": args.stacks, "memory": args.memory, "out": str(out),
+    }  # fmt: skip
+    environment = program.environment(os.environ, plan, folder)
+    try:
+        process = subprocess.Popen(words, env=environment, preexec_fn=_own_signals)
+    except OSError as problem:
+        raise BadInput(f"{printable(words[0])}: {problem.strerror}") from None
+    with _forwarded(process):
+        return _wait(process, folder, args.go_on)
+
+
+def _own_signals() -> None:
+    for name in FORWARDED:
+        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _forwarded(process: subprocess.Popen):
+    """Hand signals on to the program. A terminal's Ctrl-C reaches it without us."""
+
+    def hand_on(number: int, frame: object) -> None:
+        if number in (signal.SIGINT, signal.SIGQUIT) and _in_foreground():
+            return
+        with contextlib.suppress(OSError):
+            process.send_signal(number)
+
+    before = {}
+    for name in FORWARDED:
+        number = getattr(signal, name)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, hand_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
+    """Wait for the program's end. One that does not end after all its steps are recorded is ended by signals."""
+    done_at, sent = None, []
+    while True:
+        try:
+            return process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            pass
+        if go_on:
+            continue
+        if done_at is None:
+            found = program.results(folder)
+            local = max((one.get("local_world_size", 1) for one in found), default=0)
+            if found and len([one for one in found if one["why"] == "recorded"]) >= local:
+                done_at = time.monotonic()
+            continue
+        for number, after in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, GRACE_S + 5), (signal.SIGKILL, GRACE_S + 10)):
+            if number not in sent and time.monotonic() > done_at + after:
+                sent.append(number)
+                process.send_signal(number)
+        if sent and process.poll() is not None:
+            return 0
+
+
+def _tell(folder: Path, status: int, out: Path) -> list[str]:
+    """Say in one line what was recorded, or why nothing was, and return the traces."""
+    found = program.results(folder)
+    traces = [one for one in found if one.get("trace")]
+    if traces:
+        first = traces[0]
+        times = (
+            f"{first['unprofiled_step_us'] / 1000:.3g} ms without the profiler ({first['unprofiled_steps']} measured)"
+        )
+        ranks = f" of each of {len(traces)} ranks" if len(traces) > 1 else ""
+        names = traces[0]["trace"] if len(traces) == 1 else re.sub(r"rank\d+", "rank*", traces[0]["trace"])
+        unsteady = "" if first["steady"] else "; the steps never became steady"
+        _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; a step takes {times}{unsteady}")
+        return [one["trace"] for one in traces]
+    _say(f"nothing was recorded: {_why(folder, found)}")
+    return []
+
+
+def _why(folder: Path, found: Sequence[dict]) -> str:
+    if problems := program.problems(folder):
+        return problems[0].strip().splitlines()[-1]
+    if not (folder / "entered").exists():
+        return f"no Python process of the program read PYTHONPATH; {program.PASTE}"
+    if found:
+        one = found[0]
+        if one["why"] != "ended":
+            return one["why"]
+        return f"the program ended after {one['steps']} steps, while {one['phase']}; {TOO_FEW}"
+    return NO_STEP
+
+
+def _say(text: str) -> None:
+    print(f"record-trace: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def _read(traces: Sequence[str]) -> None:
+    from tracereader import cli
+
+    if status := cli.main(traces):
+        sys.exit(status)
+
+
+def _end_as(status: int) -> None:
+    """End as the program has ended: with its status, or by its signal."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+def entry() -> int:
+    """Run the command record-trace and return its exit status."""
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(entry())
