@@ -117,7 +117,7 @@ def run_once(
     the program's output goes to this command's. Raises OSError if the command cannot be started.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    (folder / "traces").mkdir(parents=True)
     keys = tuple(plan["changes"])
     began = time.monotonic()
     with (folder / "log").open("wb") as log:
@@ -125,7 +125,7 @@ def run_once(
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=program.environment(environment, plan, folder),
+            env=program.environment(environment, {"out": str(folder / "traces" / "rank{rank}.json"), **plan}, folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -154,7 +154,7 @@ def run_once(
         first.get("applied", {}),
         first.get("refused", {}),
         msgspec.convert({**first.get("seen", {}), "world_size": first.get("world_size", 1)}, Seen),
-        str(trace) if (trace := folder / "trace.json").exists() else "",
+        first.get("trace") or "",
     )
 
 

@@ -19,6 +19,13 @@ MOST_ROUNDS = 4  # of one change by itself
 MAY_HELP = 0.03  # a change that may save this much is measured again
 
 
+# What record-trace does unless it is told otherwise.
+RECORD = {
+    "skip": 5, "least": 10, "most": 40, "seconds": 1.0, "active": 3, "record_s": 5, "go_on": False,
+    "shapes": True, "stacks": False, "memory": False,
+}  # fmt: skip
+
+
 class Failed(msgspec.Struct, frozen=True):
     """A change that has no figure, and why."""
 
@@ -123,8 +130,11 @@ class Session:
         """Return whether the time is enough for these runs."""
         return sum(map(self.expected_s, runs)) < self.left_s
 
-    def run(self, keys: tuple[str, ...] = AS_IT_IS, look: bool = False) -> Run | None:
-        """Run the program with these changes, and return the run; None if it failed. The reason is kept then."""
+    def run(self, keys: tuple[str, ...] = AS_IT_IS, look: str = "") -> Run | None:
+        """Run the program with these changes, and return the run; None if it failed. The reason is kept then.
+
+        look: "record" or "measure" for a run that shows what the program is made of, and is not compared with others.
+        """
         keys = tuple(sorted(keys))
         compiles = any(self.by_key[key].compiles for key in keys)
         limit = max(LEAST_LIMIT_S, 5 * self.expected_s()) + COMPILE_LIMIT_S * compiles
@@ -134,9 +144,10 @@ class Session:
         for key in keys:
             environment |= _joined(environment, self.by_key[key].environment)
         plan = {
-            "mode": "measure",
+            **(RECORD if look == "record" else {}),
+            "mode": look or "measure",
             "changes": [key for key in keys if self.by_key[key].is_patch],
-            "look": look,
+            "look": bool(look),
             "step_at": self.step_at,
         }
         one = run_once(
@@ -180,9 +191,10 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
 
     only, without: keys of changes; all that apply are tried without them.
     """
-    first = session.run(look=True)
+    first = session.run(look="record") or session.run(look="measure")
     if first is None:
         return
+    session.predicted = predictions(first.trace) if first.trace else {}
     session.seen = first.seen
     known = all_candidates(first.seen.world_size)
     chosen = [one for one in known if (not only or one.key in only) and one.key not in without]
@@ -196,6 +208,24 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     _measure_again(session, until=SINGLES + 0.1)
     _all_together(session)
     _measure_again(session, until=1.0)
+
+
+def predictions(trace: str) -> dict[str, float]:
+    """Return what each change is predicted to save, by its id in read-trace: the share of the step."""
+    from tracereader.figures import summarize
+    from tracereader.findings.opportunities import opportunities
+    from tracereader.replay import Refused
+    from tracereader.trace import read
+
+    try:
+        read_ = read(Path(trace))
+        found = opportunities(read_, summarize(read_))
+    except Exception:  # a recording that cannot be read gives no order, and everything is tried all the same
+        return {}
+    if isinstance(found, Refused):
+        return {}
+    ends = {one.change: one.estimated_savings for one in found}
+    return {one.change: sum(ends[one.change]) / 2 if ends[one.change] else one.share for one in found}
 
 
 def _by_prediction(session: Session) -> list[str]:
