@@ -185,7 +185,8 @@ def test_only_and_without_choose_the_changes(searched):
 def test_the_order_is_that_of_the_predictions():
     ordered = candidates.in_order(all_candidates(), ["fuse_pointwise", "no_recompute", "fused_optimizer"])
     keys = [one.key for one in ordered]
-    assert keys.index("compile") < keys.index("no_checkpoint") < keys.index("foreach_optimizer") < keys.index("tf32")
+    assert keys[:4] == ["compile_reduce_overhead", "no_checkpoint", "fused_optimizer", "foreach_optimizer"]
+    assert keys[-2:] == ["compile", "compile_max_autotune"]  # each takes long, and only one can be made
 
 
 def test_each_key_follows_changes_that_reports_propose():
@@ -229,10 +230,11 @@ def test_more_runs_make_the_interval_narrower():
     assert four.plus_minus < 0.7 * one.plus_minus
 
 
-def test_two_runs_alone_do_not_make_a_small_noise():
-    assert savings.noise_of([[100.0, 100.0]])[0] == savings.UNKNOWN_NOISE
-    assert savings.noise_of([[100.0, 130.0]])[0] > 0.2
-    assert savings.noise_of([[100.0] * 9]) == (savings.LEAST_NOISE, 8)
+def test_a_few_equal_runs_do_not_make_a_small_noise():
+    assert savings.noise_of([])[0] == savings.USUAL_NOISE
+    assert 0.01 < savings.noise_of([[100.0] * 3])[0] < savings.USUAL_NOISE
+    assert savings.noise_of([[100.0] * 30])[0] < 0.01
+    assert savings.noise_of([[100.0, 130.0, 100.0]])[0] > 0.1
 
 
 def test_losses_are_compared_step_by_step():

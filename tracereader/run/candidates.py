@@ -67,7 +67,8 @@ class Candidate(msgspec.Struct, frozen=True):
     applies: whether there is anything to change. keep: how the program's author keeps it; None if there is no line to
     name. follows: the ids of read-trace's changes. group: of changes of one group, only one can be made at a time.
     environment: variables that make the change; nothing is patched then. compiles: whether a run with it compiles.
-    other_numbers: why equal seeds may give other random numbers with it; empty if they may not.
+    other_numbers: why equal seeds may give other random numbers with it; empty if they may not. usual: whether it
+    hardly ever costs anything, so that it is tried beside others though it saves little alone.
     """
 
     key: str
@@ -79,6 +80,7 @@ class Candidate(msgspec.Struct, frozen=True):
     environment: tuple[tuple[str, str], ...] = ()
     compiles: bool = False
     other_numbers: str = ""
+    usual: bool = False
 
     @property
     def is_patch(self) -> bool:
@@ -238,6 +240,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             ),
             lambda seen: 'torch.set_float32_matmul_precision("high")',
             follows=("tensor_cores", "single_precision"),
+            usual=True,
         ),
         Candidate(
             "fused_optimizer",
@@ -246,6 +249,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             _optimizer("fused"),
             follows=("fused_optimizer",),
             group="optimizer",
+            usual=True,
         ),
         Candidate(
             "compile_reduce_overhead",
@@ -280,6 +284,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "cudnn.benchmark",
             lambda seen: seen.on_gpu and seen.convolves and not seen.cudnn_benchmark,
             lambda seen: "torch.backends.cudnn.benchmark = True",
+            usual=True,
         ),
         Candidate(
             "channels_last",
@@ -413,7 +418,11 @@ def following() -> dict[str, tuple[str, ...]]:
 def in_order(candidates: Iterable[Candidate], predicted: Sequence[str]) -> list[Candidate]:
     """Return the candidates in the order in which a recording proposes them, and then the others.
 
+    Of several that compile, all but the first come last: they take long, and only one of them can be made.
+
     predicted: the ids of read-trace's changes, most worthwhile first.
     """
     rank = {change: number for number, change in reversed(list(enumerate(predicted)))}
-    return sorted(candidates, key=lambda one: min((rank[each] for each in one.follows if each in rank), default=1e9))
+    ordered = sorted(candidates, key=lambda one: min((rank[each] for each in one.follows if each in rank), default=1e9))
+    late = [one for one in ordered if one.compiles][1:]
+    return [one for one in ordered if one not in late] + late

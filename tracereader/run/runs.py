@@ -32,8 +32,8 @@ class Run(msgspec.Struct, frozen=True):
     keys: the changes that it had. seconds: its whole time. steps_us: the measured steps (µs), empty if it failed.
     peak_bytes: the most GPU memory that was allocated, over all ranks; None without a GPU. losses: one for each
     backward pass. outputs: numbers of what the outermost modules returned first. applied: how often each change found
-    something to change. refused: torch's reasons, by key. trace: the recording, if the plan asked for one. failure: why
-    it has no measured steps; empty if it has.
+    something to change. refused: torch's reasons, by key. trace: the recording, if the plan asked for one. steps: how
+    many the program made. failure: why it has no measured steps; empty if it has.
     """
 
     keys: tuple[str, ...]
@@ -46,6 +46,7 @@ class Run(msgspec.Struct, frozen=True):
     refused: dict[str, str] = {}
     seen: Seen = Seen()
     trace: str = ""
+    steps: int = 0
     failure: str = ""
 
     @property
@@ -141,7 +142,7 @@ def run_once(
     measured = [one for one in results if one.get("steps_us")]
     if not measured:
         failure = f"no result after {limit_s:.0f} s" if timed_out else _why(results, process.returncode, folder / "log")
-        return Run(keys, seconds, failure=failure)
+        return Run(keys, seconds, steps=max((one.get("steps", 0) for one in results), default=0), failure=failure)
     first = measured[0]
     peaks = [one["peak_bytes"] for one in results if one.get("peak_bytes")]
     return Run(
@@ -155,6 +156,7 @@ def run_once(
         first.get("refused", {}),
         msgspec.convert({**first.get("seen", {}), "world_size": first.get("world_size", 1)}, Seen),
         first.get("trace") or "",
+        first["steps"],
     )
 
 
@@ -190,6 +192,8 @@ def _why(results: Sequence[dict], status: int, log: Path) -> str:
         return f"ended with status {status}"
     if not results:
         return "no process of it imported torch"
+    if (why := results[0].get("why")) != "ended":
+        return why
     steps = max(one.get("steps", 0) for one in results)
     return f"ended after {steps} steps, which are too few to measure" if steps else "no step was found"
 

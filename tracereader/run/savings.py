@@ -9,8 +9,9 @@ import msgspec
 
 # Student's t for 95% on both sides, by the degrees of freedom.
 STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-LEAST_NOISE = 0.003  # runs of a few seconds agree no better than this, even if two happened to
-UNKNOWN_NOISE = 0.05  # of two runs of one program, until three have been made
+# What two runs of one program usually differ by on a machine with nothing else to do (one standard deviation), and how
+# many measured differences this knowledge is worth.
+USUAL_NOISE, USUAL_WORTH = 0.02, 3
 WORTH = 0.01  # a smaller saving is called none
 BLOCKS = 5
 
@@ -57,9 +58,9 @@ def noise_of(series: Sequence[Sequence[float]]) -> tuple[float, int]:
     for runs in series:
         logs = [math.log(one) for one in runs]
         differences += [b - a for a, b in itertools.pairwise(logs)]
-    if len(differences) < 2:
-        return max([UNKNOWN_NOISE, *(abs(one) for one in differences)]), 2
-    return max(LEAST_NOISE, math.sqrt(statistics.fmean(one**2 for one in differences) / 2)), len(differences)
+    total = USUAL_WORTH * USUAL_NOISE**2 + math.fsum(one**2 for one in differences) / 2
+    freedom = USUAL_WORTH + len(differences)
+    return math.sqrt(total / freedom), freedom
 
 
 def saving(pairs: Sequence[tuple[float, float, int]], noise: tuple[float, int]) -> Saving:

@@ -8,7 +8,7 @@ import msgspec
 
 from tracereader.run.candidates import Candidate, Seen, all_candidates, in_order
 from tracereader.run.runs import Run, run_once
-from tracereader.run.savings import Difference, Saving, beside, losses_differ, noise_of, outputs_differ, saving
+from tracereader.run.savings import WORTH, Difference, Saving, beside, losses_differ, noise_of, outputs_differ, saving
 
 AS_IT_IS: tuple[str, ...] = ()
 SINGLES = 0.55  # of the time, before those that help are tried together
@@ -58,7 +58,7 @@ class Session:
         self.failures: dict[tuple[str, ...], str] = {}
         self.skipped: list[Failed] = []
         self.together: tuple[str, ...] = ()
-        self.failure = ""
+        self.failure, self.made_steps = "", False
         self.seen = Seen()
         self.candidates: list[Candidate] = []
         self.predicted: dict[str, float] = {}
@@ -109,6 +109,17 @@ class Session:
     def is_equal(self, keys: tuple[str, ...]) -> bool:
         """Return whether nothing says that these changes give other results."""
         return self.difference(keys).kind != "off"
+
+    @property
+    def all_help(self) -> bool:
+        """Return whether each change of those together is known to help, alone or beside the others."""
+
+        def helps(key: str) -> bool:
+            rest = tuple(one for one in self.together if one != key)
+            found = self.saving((key,)), self.saving(self.together, rest) if self.of(rest) else None
+            return any(one is not None and one.helps for one in found)
+
+        return all(map(helps, self.together))
 
     # Time.
 
@@ -162,7 +173,7 @@ class Session:
         one = msgspec.structs.replace(one, keys=keys, failure=one.failure or self._unapplied(one, keys))
         if one.failure:
             self.failures.setdefault(keys, "the time was over" if self.left_s <= 0 else one.failure)
-            self.failure = one.failure
+            self.failure, self.made_steps = one.failure, one.steps > 0
             return None
         if compiles:
             self._extra_s[keys] = max(0.0, one.seconds - self.expected_s())
@@ -191,7 +202,10 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
 
     only, without: keys of changes; all that apply are tried without them.
     """
-    first = session.run(look="record") or session.run(look="measure")
+    first = session.run(look="record")
+    if first is None and session.made_steps:  # such as a program that starts a profiler of its own
+        session.failures.clear()
+        first = session.run(look="measure")
     if first is None:
         return
     session.predicted = predictions(first.trace) if first.trace else {}
@@ -208,6 +222,9 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     _measure_again(session, until=SINGLES + 0.1)
     _all_together(session)
     _measure_again(session, until=1.0)
+    found = session.saving(session.together) if session.together else None
+    if found is None or not found.helps:
+        session.together = ()
 
 
 def predictions(trace: str) -> dict[str, float]:
@@ -269,7 +286,8 @@ def _each_alone(session: Session) -> None:
     for candidate in session.candidates:
         keys = (candidate.key,)
         late = _spent(session) + session.expected_s(keys) / (session.deadline - session.began) > SINGLES + 0.1
-        if late or not session.fits(keys, AS_IT_IS):
+        then = (tuple({*keys, *_helping(session)}), AS_IT_IS)  # those that help must still run together
+        if late or not session.fits(keys, *(then if since else (*then, AS_IT_IS))):
             session.skipped.append(Failed(candidate.key, "no time was left"))
             continue
         if since >= every:
@@ -316,12 +334,16 @@ def _measure_again(session: Session, until: float) -> None:
 
 
 def _helping(session: Session) -> list[str]:
-    """Return the changes that help alone and give equal results, the best of each group, the largest saving first."""
+    """Return the changes to try together, the best of each group, the largest saving first.
+
+    They give equal results, and each helps alone, or seems to, or is one that hardly ever costs anything.
+    """
     found, groups = [], set()
     alone = [(session.saving((one.key,)), one) for one in session.candidates]
-    alone = [(one, candidate) for one, candidate in alone if one is not None and one.helps]
-    for _, candidate in sorted(alone, key=lambda pair: -pair[0].share):
-        if session.is_equal((candidate.key,)) and not (candidate.group and candidate.group in groups):
+    alone = [(one, candidate) for one, candidate in alone if one is not None]
+    for single, candidate in sorted(alone, key=lambda pair: -pair[0].share):
+        seems = single.share > max(WORTH, single.plus_minus / 3) or (candidate.usual and not single.harms)
+        if seems and session.is_equal((candidate.key,)) and not (candidate.group and candidate.group in groups):
             found.append(candidate.key)
             groups.add(candidate.group)
     return found
@@ -362,8 +384,8 @@ def _each_left_out(session: Session, chosen: Sequence[str]) -> list[str]:
             continue
         if len(rest) > 1:
             _run(session, rest)
-        found = session.saving(rest, tuple(sorted(chosen)))
-        if found is not None and found.share >= 0 and session.is_equal(tuple(sorted(rest))):
+        adds = session.saving(tuple(sorted(chosen)), rest)
+        if adds is not None and adds.share <= max(WORTH, adds.plus_minus / 3) and session.is_equal(rest):
             chosen.remove(key)
     return chosen
 

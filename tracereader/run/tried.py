@@ -36,7 +36,7 @@ def _name(session: Session, keys: tuple[str, ...]) -> str:
     if len(keys) == 1:
         return titles[0]
     if keys == session.together:
-        return f"the {_count(len(keys))} that help, together"
+        return f"the {_count(len(keys))} that help, together" if session.all_help else f"{_count(len(keys))} together"
     missing = [session.by_key[key].title for key in session.together if key not in keys]
     if len(missing) == 1 and set(keys) < set(session.together):
         return f"  without {missing[0]}"
@@ -104,8 +104,8 @@ def show(session: Session) -> None:
 
 
 def _name_of_usual(session: Session) -> str:
-    noise, freedom = session.noise
-    return f"as it is ({len(session.as_it_is)} runs, ± {noise:.1%})" if freedom > 2 else "as it is"
+    noise, _ = session.noise
+    return f"as it is ({len(session.as_it_is)} runs, ± {noise:.1%})" if len(session.as_it_is) > 2 else "as it is"
 
 
 def _step(session: Session, keys: tuple[str, ...]) -> float:
@@ -165,13 +165,13 @@ def session_title(session: Session, key: str) -> str:
 def as_json(session: Session, program: Sequence[str]) -> str:
     """Return everything that was measured as strict JSON."""
     singles, several = sets_in_order(session)
-    noise, freedom = session.noise
+    noise, _ = session.noise
     return strict_json(
         {
             "program": [printable(one) for one in program],
             "torch": session.seen.torch,
             "device": session.seen.gpu or session.seen.device,
-            "noise": noise if freedom > 2 else None,
+            "noise": noise,
             "as_it_is": {"step_us": _step(session, AS_IT_IS), **_runs(session, AS_IT_IS)},
             "changes": [_row(session, keys) for keys in singles],
             "several": [_row(session, keys) for keys in several],
