@@ -29,7 +29,8 @@ def environment(base: Mapping[str, str], plan: Mapping[str, object], folder: Pat
     path = folder / "plan.json"
     path.write_text(json.dumps({**plan, "folder": str(folder)}), encoding="utf-8")
     paths = [str(INSIDE), *filter(None, [base.get("PYTHONPATH")])]
-    return {**base, PLAN: str(path), "PYTHONPATH": os.pathsep.join(paths)}
+    quiet = {} if plan["mode"] != "record" or "KINETO_LOG_LEVEL" in base else {"KINETO_LOG_LEVEL": "0099"}
+    return {**base, **quiet, PLAN: str(path), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def refuse(command: Sequence[str], path: str | None = None) -> None:

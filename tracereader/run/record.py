@@ -46,7 +46,7 @@ def main(argv=None):
     folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
     try:
         status = _run(words, args, folder, out)
-        traces = _tell(folder, status, out)
+        traces = _tell(folder, status)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.read and traces:
@@ -59,7 +59,7 @@ def _flags(own: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", help="the trace (default: NAME_trace.json.gz, after the program)")
     parser.add_argument("--skip", type=not_negative, default=5, help="warm-up steps at least (default 5)")
     parser.add_argument("--timed", type=positive, default=10, help="steps to time without the profiler (default 10)")
-    parser.add_argument("--active", type=positive, default=3, help="steps to record (default 3)")
+    parser.add_argument("--active", type=positive, default=4, help="steps to record (default 4; the first is slower)")
     parser.add_argument(
         "--seconds", type=positive, default=10, help="record at most so long where steps of two kinds alternate"
     )
@@ -178,7 +178,7 @@ def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
             return 0
 
 
-def _tell(folder: Path, status: int, out: Path) -> list[str]:
+def _tell(folder: Path, status: int) -> list[str]:
     """Say in one line what was recorded, or why nothing was, and return the traces."""
     found = program.results(folder)
     traces = [one for one in found if one.get("trace")]
@@ -192,11 +192,11 @@ def _tell(folder: Path, status: int, out: Path) -> list[str]:
         unsteady = "" if first["steady"] else "; the steps never became steady"
         _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; a step takes {times}{unsteady}")
         return [one["trace"] for one in traces]
-    _say(f"nothing was recorded: {_why(folder, found)}")
+    _say(f"nothing was recorded: {_why(folder, found, status)}")
     return []
 
 
-def _why(folder: Path, found: Sequence[dict]) -> str:
+def _why(folder: Path, found: Sequence[dict], status: int) -> str:
     if problems := program.problems(folder):
         return problems[0].strip().splitlines()[-1]
     if not (folder / "entered").exists():
@@ -206,7 +206,16 @@ def _why(folder: Path, found: Sequence[dict]) -> str:
         if one["why"] != "ended":
             return one["why"]
         return f"the program ended after {one['steps']} steps, while {one['phase']}; {TOO_FEW}"
-    return NO_STEP
+    if any(folder.glob("claim-*")):
+        return f"the program was ended {_by(status)} before its steps were recorded"
+    return NO_STEP if (folder / "imported").exists() else "no process of the program imported torch"
+
+
+def _by(status: int) -> str:
+    number = -status if status < 0 else status - 128
+    with contextlib.suppress(ValueError):
+        return f"by {signal.Signals(number).name}"
+    return f"with status {status}"
 
 
 def _say(text: str) -> None:

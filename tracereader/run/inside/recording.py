@@ -10,7 +10,8 @@ import warnings
 
 DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
 SLOW = 1.5  # a step of another kind takes this many times the median
-REPEATS = 3  # so many slow steps at equal distances make a period
+REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
+MOSTLY = 0.6
 WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
 NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
 
@@ -18,7 +19,7 @@ NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
 class Recording:
     """Warms up, times the steps, records them, writes the trace, and ends the program or lets it go on.
 
-    The plan's fields beside those of try-changes: out (the trace's path, with {rank} where it has several ranks),
+    The plan's fields beside those of try-changes: out (the trace's path, to which several ranks add their numbers),
     active, record_s (the recording's seconds at most), go_on, shapes, stacks, memory.
     """
 
@@ -86,7 +87,7 @@ class Recording:
         slow = _slow(times)
         if not slow or len(slow) >= REPEATS:
             return False
-        return len(times) < WAIT_FOR_PERIOD * plan["least"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
+        return len(times) < WAIT_FOR_PERIOD * plan["most"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
 
     def _count(self):
         times = self.measuring.so_far()
@@ -137,15 +138,17 @@ class Recording:
 
     def _write(self, recorded):
         """Write the trace under its name at once, with the time of a step without the profiler."""
-        path = self.plan["out"].replace("{rank}", str(self.session.rank))
+        path = self.plan["out"]
+        if self.session.world_size > 1:
+            end = ".json.gz" if path.endswith(".gz") else ".json"
+            path = f"{path[: -len(end)]}_rank{self.session.rank}{end}"
         folder, name = os.path.split(path)
         raw = os.path.join(folder, f".{name}.{os.getpid()}.json")
         packed = raw + ".tmp"
         try:
             recorded.export_chrome_trace(raw)
             known = json.dumps(unprofiled(self.steps_us, self.period))[1:-1]
-            opened = gzip.open(packed, "wb", compresslevel=5) if name.endswith(".gz") else open(packed, "wb")
-            with open(raw, "rb") as source, opened as target:
+            with open(raw, "rb") as source, _opened(packed, name.endswith(".gz")) as target:
                 start = source.read(1 << 16)
                 brace = start.index(b"{") + 1
                 target.write(start[:brace] + b"\n  " + known.encode() + b",")
@@ -191,7 +194,7 @@ class Recording:
         if self.session.over:
             return
         self.close()
-        self.session.why = "the program starts a profiler of its own"
+        self.session.why = "the program starts a profiler of its own: read what it writes, or leave it out"
         self.session.write_result()
         self.session.finish()
 
@@ -213,11 +216,19 @@ class Recording:
             self.starting = False
 
 
+def _opened(path, packed):
+    return gzip.open(path, "wb", compresslevel=5) if packed else open(path, "wb")
+
+
 def period(times_us):
-    """Return after how many steps a slow one returns; None if the slow ones are not at equal distances."""
-    slow = _slow(times_us)
-    gaps = {after - before for before, after in zip(slow, slow[1:], strict=False)}
-    return gaps.pop() if len(slow) >= REPEATS and len(gaps) == 1 else None
+    """Return after how many steps a slow one returns; None if it does not, as where other programs make steps slow."""
+    slow = set(_slow(times_us))
+    for distance in range(2, len(times_us) // REPEATS + 1):
+        for first in range(distance):
+            places = range(first, len(times_us), distance)
+            if slow.issuperset(places) and len(places) >= max(REPEATS, MOSTLY * len(slow)):
+                return distance
+    return None
 
 
 def _slow(times_us):

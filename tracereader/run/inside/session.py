@@ -50,6 +50,7 @@ class Session:
             self.made = changes.install(self.torch, self.plan["changes"], self.plan.get("look", False))
             changes.seed(self.torch)
         self.steps.start()
+        self._write("imported", "")
         atexit.register(self.at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forked)

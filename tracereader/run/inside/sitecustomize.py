@@ -10,6 +10,10 @@ import sys
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _PLAN = "TRACEREADER_PLAN"
+_QUIET = (
+    "KINETO_LOG_LEVEL",
+    "0099",
+)  # or the profiler prints to stderr; written so that no user's value is taken for it
 
 
 def _load(name):
@@ -84,7 +88,8 @@ def _with_us(environment):
     if environment is None or _PLAN in environment or os.environ.get("PATH") != environment.get("PATH"):
         return environment
     path = environment.get("PYTHONPATH")
-    return {**environment, _PLAN: _plan_path, "PYTHONPATH": _FOLDER + (os.pathsep + path if path else "")}
+    ours = {_PLAN: _plan_path, "PYTHONPATH": _FOLDER + (os.pathsep + path if path else "")}
+    return {**environment, **ours, **_quiet}
 
 
 def _follow_children(subprocess):
@@ -108,6 +113,8 @@ def _hide():
     """Take the way in out of what the program sees. C's environment keeps it, and children inherit that one."""
     seen = os.environ._data
     seen.pop(os.environ.encodekey(_PLAN), None)
+    for name in _quiet:
+        seen.pop(os.environ.encodekey(name), None)
     key = os.environ.encodekey("PYTHONPATH")
     entries = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one != _FOLDER]
     if entries:
@@ -119,6 +126,7 @@ def _hide():
 _this = sys.modules.get("sitecustomize")
 sys.path[:] = [one for one in sys.path if one != _FOLDER]
 _plan_path = os.environ.get(_PLAN)
+_quiet = dict([_QUIET]) if os.environ.get(_QUIET[0]) == _QUIET[1] else {}
 if _plan_path and os.path.isfile(_plan_path):
     _hide()
     try:

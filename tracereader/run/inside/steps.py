@@ -52,11 +52,15 @@ class Steps:
         self.undo = []
         self.optimizers, self.modules, self.parameterless = Turn(), Turn(), Turn()
         self.optimizers_made = 0
+        self.waits = True  # for the optimizers to make a step
         self.began = time.monotonic()
         self.busy = threading.local()
         self.classes = set()
         self.module_calls = 0
         self.with_parameters = weakref.WeakKeyDictionary()
+
+        task = getattr(torch._C, "_current_graph_task_id", None)
+        self.in_backward = (lambda: task() != -1) if task is not None else (lambda: False)
 
     def start(self):
         """Watch for the ends of steps."""
@@ -67,10 +71,13 @@ class Steps:
         torch = self.torch
         from torch.optim import optimizer
 
-        is_compiling = _is_compiling(torch)
+        is_compiling, in_backward = _is_compiling(torch), self.in_backward
 
         def stepped(one, args, kwargs):
             if is_compiling():  # a compiled optimizer: its code must not hold this call
+                return
+            if in_backward():  # the profiler cannot be started there, so that calls of modules end the steps
+                self.waits = False
                 return
             self._optimizer_stepped(one)
 
@@ -145,10 +152,14 @@ class Steps:
         self.classes.clear()
 
     def _called(self, module):
-        if self.kind == "optimizer" or _is_loader_worker() or _is_compiling(self.torch)():
-            return
+        if self.kind == "optimizer" or _is_loader_worker() or _is_compiling(self.torch)() or self.in_backward():
+            return  # a call in backward computes a checkpoint's activations again
         self.module_calls += 1
-        if self.optimizers_made and (self.module_calls < WAIT_CALLS or time.monotonic() < self.began + WAIT_S):
+        if (
+            self.waits
+            and self.optimizers_made
+            and (self.module_calls < WAIT_CALLS or time.monotonic() < self.began + WAIT_S)
+        ):
             return
         has = self.with_parameters.get(module)
         if has is None:
