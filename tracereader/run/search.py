@@ -287,7 +287,8 @@ def _each_alone(session: Session) -> None:
         keys = (candidate.key,)
         late = _spent(session) + session.expected_s(keys) / (session.deadline - session.began) > SINGLES + 0.1
         then = (tuple({*keys, *_helping(session)}), AS_IT_IS)  # those that help must still run together
-        if late or not session.fits(keys, *(then if since else (*then, AS_IT_IS))):
+        wanted = (keys, *then, *[AS_IT_IS] * (not since)) if len(session.runs) > 1 else (keys,)
+        if (late and len(session.runs) > 1) or not session.fits(*wanted):
             session.skipped.append(Failed(candidate.key, "no time was left"))
             continue
         if since >= every:

@@ -73,7 +73,7 @@ def show(session: Session) -> None:
     has_memory = any(one.peak_bytes for one in usual)
     with_losses = bool(usual[0].losses)
     compared = max((session.difference(keys).compared for keys in (*singles, *several)), default=0)
-    what = f"loss over {compared} steps" if with_losses else "output"
+    what = (f"loss over {compared} steps" if compared else "loss") if with_losses else "output"
     heads = ["", f"step, {unit}", "saves", *(["predicted"] * has_predictions), what, *(["memory, GB"] * has_memory)]
     rows = []
     for keys, step in zip((AS_IT_IS, *singles, *several), shown, strict=True):
