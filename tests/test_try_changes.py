@@ -210,6 +210,12 @@ def test_a_step_is_the_mean_of_a_typical_block():
     assert savings.step_us([5.0]) == 5.0
 
 
+def test_blocks_hold_all_batches_that_workers_prepare_together():
+    stalls = ([1.0] * 15 + [33.0]) * 6  # sixteen workers that end at once
+    assert savings.step_us(stalls, 32) == 3.0
+    assert savings.step_us(stalls[:40], 32) == pytest.approx(sum(stalls[:40]) / 40)
+
+
 def test_a_slow_drift_is_no_saving():
     """Each run is compared with its neighbors, so that a machine that slows down changes nothing."""
     steps = [100.0 * 1.05**number for number in range(9)]
@@ -279,6 +285,263 @@ def test_bad_input_is_one_line(argv, said, capsys):
     assert trying.main(argv) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+# The changes themselves. One process imports torch and forks for each of them, because a change stays in its process.
+
+FORKS = """
+import gc, importlib.util, json, os, sys, tempfile, traceback
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+spec = importlib.util.spec_from_file_location("changes", sys.argv[1])
+changes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(changes)
+own_call, compile_ = nn.Module.__call__, torch.compile
+torch.set_num_threads(1)
+
+
+def steps(made, model, *inputs, count=3):
+    result = None
+    for _ in range(count):
+        result = model(*inputs)
+        made.step_ended()
+    return result
+
+
+def fused_optimizer():
+    made = changes.install(torch, ["fused_optimizer"])
+    weights = [nn.Parameter(torch.ones(2))]
+    adam, sgd = torch.optim.AdamW(weights, foreach=True), torch.optim.SGD((one for one in weights), 0.1)
+    rmsprop = torch.optim.RMSprop(weights)
+    refused = torch.optim.Adam([torch.ones(2, dtype=torch.int32)])
+    weights[0].grad = torch.ones(2)
+    adam.step(), sgd.step()
+    kinds = [one.param_groups[0].get("fused") for one in (adam, sgd, rmsprop, refused)]
+    return kinds, made.applied, bool(made.refused), weights[0].tolist() != [1, 1]
+
+
+def foreach_optimizer():
+    made = changes.install(torch, ["foreach_optimizer"])
+    weights = [nn.Parameter(torch.ones(2))]
+    return torch.optim.NAdam(weights, foreach=False).param_groups[0]["foreach"], made.applied
+
+
+def no_checkpoint():
+    calls = []
+
+    def part(x):
+        calls.append(1)
+        return x.sin()
+
+    made = changes.install(torch, ["no_checkpoint"])
+    from torch.utils.checkpoint import checkpoint
+    for reentrant in (True, False):
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(part, x, use_reentrant=reentrant, preserve_rng_state=False).sum().backward()
+    return len(calls), made.applied
+
+
+def loader():
+    made = changes.install(torch, ["workers", "pin_memory"])
+    one, more = DataLoader(range(8)), DataLoader(range(8), 2, True, num_workers=30)
+    return one.num_workers == changes.workers(), one.persistent_workers, one.pin_memory, more.num_workers, made.stock
+
+
+def set_to_none():
+    made = changes.install(torch, ["set_to_none"])
+    model = nn.Linear(2, 2)
+    model(torch.ones(2)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).zero_grad(set_to_none=False)
+    return model.weight.grad is None, made.applied
+
+
+def bf16():
+    made = changes.install(torch, ["bf16"])
+    model, kinds = nn.Sequential(nn.Linear(2, 2)), []
+    model[0].register_forward_hook(lambda one, given, result: kinds.append(str(result.dtype)))
+    result = steps(made, model, torch.ones(1, 2))
+    return str(result.dtype), kinds[-1], len(kinds), nn.Module.__call__ is own_call
+
+
+def channels_last():
+    made = changes.install(torch, ["channels_last"])
+    model, seen = nn.Sequential(nn.Conv2d(3, 4, 3)), []
+    model[0].register_forward_pre_hook(
+        lambda one, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    steps(made, model, torch.ones(2, 3, 8, 8))
+    return seen, model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def inference_mode():
+    made = changes.install(torch, ["inference_mode"])
+    return steps(made, nn.Linear(2, 2), torch.ones(2)).is_inference()
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+    def forward(self, x):
+        return self.parts(x) + 1
+
+
+def compiled(keys, own):
+    given = []
+
+    def eager(model=None, **kwargs):
+        given.append(kwargs.pop("mode", None))
+        return compile_(model, backend="eager", **kwargs)
+
+    torch.compile = eager
+    made = changes.install(torch, keys)
+    model = Nested()
+    model = torch.compile(model) if own else model
+    result = steps(made, model, torch.ones(1, 2), count=4)
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), given, made.applied, str(result.dtype)
+
+
+def graphs():
+    return compiled(["compile_reduce_overhead"], False)
+
+
+def compiled_bf16():
+    return compiled(["compile", "bf16"], False)
+
+
+def compiled_before():
+    return compiled(["compile_reduce_overhead", "bf16"], True)
+
+
+def not_changed():
+    return compiled([], True)
+
+
+def ddp():
+    keys = ["ddp_bucket", "ddp_static_graph", "ddp_no_buffers", "ddp_bucket_view"]
+    made = changes.install(torch, keys)
+    store = torch.distributed.FileStore(tempfile.mkstemp()[1], 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+    model(torch.ones(2)).sum().backward()
+    found = model.bucket_bytes_cap >> 20, model.static_graph, model.broadcast_buffers, model.gradient_as_bucket_view
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def frozen():
+    made = changes.install(torch, ["gc_freeze"])
+    before = gc.get_freeze_count()
+    for _ in range(3):
+        made.step_ended()
+    return gc.get_freeze_count() > before
+
+
+def seeded():
+    import random
+
+    import numpy
+
+    found = []
+    for _ in range(2):
+        changes.seed(torch)
+        found.append((torch.rand(1).item(), random.random(), numpy.random.rand(), numpy.random.default_rng().random()))
+    return found[0] == found[1]
+
+
+def looked_at():
+    made = changes.install(torch, [], look=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for x in DataLoader(torch.ones(6, 2), batch_size=2):
+        loss = checkpoint(model[1], model(x), use_reentrant=False).square().mean()
+        loss = loss + nn.functional.scaled_dot_product_attention(*[x[None]] * 3).mean()
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        made.step_ended()
+    facts = made.facts()
+    kinds = ("modules", "optimizers", "loaders", "zero_grad", "attention")
+    lines = {kind: [one["line"].rpartition("/")[2] for one in facts["seen"][kind]] for kind in kinds}
+    return lines, len(facts["losses"]), len(facts["outputs"][0]), nn.Module.__call__ is own_call
+
+
+for name in sys.argv[2:]:
+    if name == "compiled_bf16":  # the first compiled one imports it in the middle of a call, as programs do
+        import torch._dynamo.utils
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            found = globals()[name]()
+        except BaseException:
+            found = traceback.format_exc()
+        os.write(write, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        print(name, file.read(), flush=True)
+    os.wait()
+"""
+
+CHANGED = {
+    "fused_optimizer": [[True, True, None, None], {"fused_optimizer": 2}, True, True],
+    "foreach_optimizer": [True, {"foreach_optimizer": 1}],
+    "no_checkpoint": [2, {"no_checkpoint": 1}],
+    "loader": [True, True, True, 30, 60],
+    "set_to_none": [True, {"set_to_none": 1}],
+    "bf16": ["torch.float32", "torch.bfloat16", 3, True],
+    "channels_last": [[True, True, True], True],
+    "inference_mode": True,
+    "graphs": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1}, "torch.float32"],
+    "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
+    "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],
+    "not_changed": [1, {}, [None], {}, "torch.float32"],
+    "ddp": [100, True, False, True],
+    "frozen": True,
+    "seeded": True,
+}
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Return what each of FORKS' functions found, by its name."""
+    script = tmp_path_factory.mktemp("forks") / "forks.py"
+    script.write_text(FORKS)
+    inside = ROOT / "tracereader" / "run" / "inside" / "changes.py"
+    ran = subprocess.run(
+        [sys.executable, script, inside, *CHANGED, "looked_at"], capture_output=True, text=True, check=True
+    )
+    return {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in ran.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_change_is_made_in_the_program(forked, name):
+    assert forked[name] == CHANGED[name]
+
+
+def test_a_run_that_looks_names_the_lines_of_the_program(forked):
+    lines = [number for number, line in enumerate(FORKS.splitlines(), 1)]
+    text = FORKS.splitlines()
+
+    def line_of(part, after="def looked_at"):
+        start = next(number for number in lines if after in text[number - 1])
+        return f"forks.py:{next(number for number in lines if number > start and part in text[number - 1])}"
+
+    found, losses, outputs, is_put_back = forked["looked_at"]
+    assert found == {
+        "modules": [line_of("model(x)")],
+        "optimizers": [line_of("AdamW(")],
+        "loaders": [line_of("DataLoader(")],
+        "zero_grad": [line_of("zero_grad(")],
+        "attention": [line_of("scaled_dot")],
+    }
+    assert (losses, outputs, is_put_back) == (3, 4, True)
 
 
 # Real programs.

@@ -33,7 +33,8 @@ class Run(msgspec.Struct, frozen=True):
     peak_bytes: the most GPU memory that was allocated, over all ranks; None without a GPU. losses: one for each
     backward pass. outputs: numbers of what the outermost modules returned first. applied: how often each change found
     something to change. refused: torch's reasons, by key. trace: the recording, if the plan asked for one. steps: how
-    many the program made. failure: why it has no measured steps; empty if it has.
+    many the program made. stock: how many batches its loaders' workers prepare ahead. failure: why it has no measured
+    steps; empty if it has.
     """
 
     keys: tuple[str, ...]
@@ -47,11 +48,12 @@ class Run(msgspec.Struct, frozen=True):
     seen: Seen = Seen()
     trace: str = ""
     steps: int = 0
+    stock: int = 0
     failure: str = ""
 
     @property
     def step_us(self) -> float:
-        return step_us(self.steps_us)
+        return step_us(self.steps_us, self.stock)
 
 
 def adopt_orphans() -> None:
@@ -157,6 +159,7 @@ def run_once(
         msgspec.convert({**first.get("seen", {}), "world_size": first.get("world_size", 1)}, Seen),
         first.get("trace") or "",
         first["steps"],
+        first.get("stock", 0),
     )
 
 

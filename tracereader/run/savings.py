@@ -36,16 +36,19 @@ class Saving(msgspec.Struct, frozen=True):
         return self.plus_minus < max(0.25 * abs(self.share), WORTH)
 
 
-def step_us(steps: Sequence[float]) -> float:
-    """Return the time of a step (µs): the median of the means of five equal blocks of steps.
+def step_us(steps: Sequence[float], together: int = 0) -> float:
+    """Return the time of a step (µs): the median of the means of up to five equal blocks of steps.
 
     A mean holds what only some steps wait for, such as a loader's stall at each fourth step. The median drops the block
     in which the machine was busy with something else. Fewer than twenty steps are one block.
+
+    together: how many batches a loader's workers prepare at a time. A block has at least as many steps.
     """
-    if len(steps) < 4 * BLOCKS:
+    count = min(BLOCKS, len(steps) // max(4, together))
+    if count < 3:
         return statistics.fmean(steps)
-    size = len(steps) // BLOCKS
-    return statistics.median(statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(BLOCKS))
+    size = len(steps) // count
+    return statistics.median(statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(count))
 
 
 def noise_of(series: Sequence[Sequence[float]]) -> tuple[float, int]:

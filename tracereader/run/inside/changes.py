@@ -65,6 +65,7 @@ class Changes:
             "refused": dict(self.refused),
             "losses": [float(one) for one in self._losses],
             "outputs": self.outputs,
+            "stock": self.stock,
             "seen": {
                 **self.seen,
                 "torch": str(torch.__version__),

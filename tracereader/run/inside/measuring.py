@@ -68,9 +68,10 @@ class Measuring:
     def enough(self):
         """Whether enough steps are measured."""
         count, seconds = len(self.marks) - 1, time.perf_counter() - self.marks[0][0]
-        if count >= self.least and (seconds >= self.seconds or (self.most and count >= self.most)):
+        if count >= max(self.least, self.stock) and (seconds >= self.seconds or (self.most and count >= self.most)):
             return True
-        return count >= 3 and seconds >= max(5.0, self.seconds)
+        longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
+        return count >= 3 and seconds >= longest
 
     def so_far(self):
         """Return the measured steps in µs by the CPU's clock, which runs ahead of a GPU's."""
