@@ -123,6 +123,16 @@ def test_a_change_that_costs_beside_the_others_is_left_out(searched):
     assert session.together == ("compile", "workers")
 
 
+def test_what_helps_less_than_one_of_its_changes_is_not_named(searched, capsys):
+    def steps(keys):
+        return 10.0 if len(keys) != 1 else {"workers": 3.0, "compile": 7.0}.get(*keys, 10.0)
+
+    session = searched(Simulated(seen=ON_CPU, steps=steps))
+    assert session.together == ("workers",)
+    tried.show(session)
+    assert "To keep it:\n  DataLoader workers: DataLoader(" in capsys.readouterr().out
+
+
 def test_changes_that_fail_together_are_added_one_by_one(searched):
     program = Simulated(
         {"workers": 0.5, "fused_optimizer": 0.7, "compile": 0.8}, ON_CPU, fails={"compile+workers": "RuntimeError: no"}
@@ -316,7 +326,7 @@ def fused_optimizer():
     weights = [nn.Parameter(torch.ones(2))]
     adam, sgd = torch.optim.AdamW(weights, foreach=True), torch.optim.SGD((one for one in weights), 0.1)
     rmsprop = torch.optim.RMSprop(weights)
-    refused = torch.optim.Adam([torch.ones(2, dtype=torch.int32)])
+    refused = torch.optim.Adam([nn.Parameter(torch.ones(2, device='meta'))])
     weights[0].grad = torch.ones(2)
     adam.step(), sgd.step()
     kinds = [one.param_groups[0].get("fused") for one in (adam, sgd, rmsprop, refused)]

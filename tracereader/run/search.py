@@ -110,16 +110,11 @@ class Session:
         """Return whether nothing says that these changes give other results."""
         return self.difference(keys).kind != "off"
 
-    @property
-    def all_help(self) -> bool:
-        """Return whether each change of those together is known to help, alone or beside the others."""
-
-        def helps(key: str) -> bool:
-            rest = tuple(one for one in self.together if one != key)
-            found = self.saving((key,)), self.saving(self.together, rest) if self.of(rest) else None
-            return any(one is not None and one.helps for one in found)
-
-        return all(map(helps, self.together))
+    def is_known_to_help(self, key: str) -> bool:
+        """Return whether a change of those together helps alone, or beside the others."""
+        rest = tuple(one for one in self.together if one != key)
+        found = self.saving((key,)), self.saving(self.together, rest) if self.of(rest) else None
+        return any(one is not None and one.helps for one in found)
 
     # Time.
 
@@ -222,9 +217,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     _measure_again(session, until=SINGLES + 0.1)
     _all_together(session)
     _measure_again(session, until=1.0)
-    found = session.saving(session.together) if session.together else None
-    if found is None or not found.helps:
-        session.together = ()
+    session.together = _best(session)
 
 
 def predictions(trace: str) -> dict[str, float]:
@@ -364,6 +357,13 @@ def _all_together(session: Session) -> None:
     if chosen:
         chosen = _each_added(session, chosen)
         session.together = tuple(sorted(chosen))
+
+
+def _best(session: Session) -> tuple[str, ...]:
+    """Return the changes that were chosen together, or one of them where it saves more; none where nothing helps."""
+    sets = [session.together, *((key,) for key in session.together)]
+    found = {keys: saved for keys in sets if keys and (saved := session.saving(keys)) is not None and saved.helps}
+    return max(found, key=lambda keys: found[keys].share, default=())
 
 
 def _one_after_the_other(session: Session, helping: Sequence[str]) -> list[str]:

@@ -36,7 +36,8 @@ def _name(session: Session, keys: tuple[str, ...]) -> str:
     if len(keys) == 1:
         return titles[0]
     if keys == session.together:
-        return f"the {_count(len(keys))} that help, together" if session.all_help else f"{_count(len(keys))} together"
+        known = all(map(session.is_known_to_help, keys))
+        return f"the {_count(len(keys))} that help, together" if known else f"{_count(len(keys))} together"
     missing = [session.by_key[key].title for key in session.together if key not in keys]
     if len(missing) == 1 and set(keys) < set(session.together):
         return f"  without {missing[0]}"
@@ -142,7 +143,9 @@ def _sentences(session: Session, singles: Sequence[tuple[str, ...]], several: Se
         )
     else:
         lines.append("To keep " + ("them:" if len(helpful) > 1 else "it:"))
-        lines += [f"  {session.by_key[key].title}: {session.by_key[key].keep(session.seen)}" for key in helpful]
+        for key in helpful:
+            unknown = "" if session.is_known_to_help(key) else " (its part is within the noise)"
+            lines.append(f"  {session.by_key[key].title}{unknown}: {session.by_key[key].keep(session.seen)}")
     off = [keys for keys in singles if session.saving(keys).helps and session.difference(keys).kind == "off"]
     if off:
         names = ", ".join(_name(session, keys) for keys in off)
