@@ -205,7 +205,9 @@ def _why(folder: Path, found: Sequence[dict], status: int) -> str:
         one = found[0]
         if one["why"] != "ended":
             return one["why"]
-        return f"the program ended after {one['steps']} steps, while {one['phase']}; {TOO_FEW}"
+        ended = f"failed with status {status}" if status > 0 else "ended"
+        advice = "" if status else f"; {TOO_FEW}"
+        return f"the program {ended} after {one['steps']} steps, while {one['phase']}{advice}"
     if any(folder.glob("claim-*")):
         return f"the program was ended {_by(status)} before its steps were recorded"
     return NO_STEP if (folder / "imported").exists() else "no process of the program imported torch"

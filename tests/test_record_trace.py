@@ -1,0 +1,297 @@
+"""record-trace: any program is recorded without a change of its code, and goes on as it would without that."""
+
+import collections
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from conftest import ROOT  # the programs below import torch
+
+from tracereader.run import program, record
+
+INSIDE = ROOT / "tracereader" / "run" / "inside"
+
+LOOP = """
+import os, sys, torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+"""
+STEP = "model(torch.ones(2, 8)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
+ENDLESS = "count = 0\nwhile count < 100_000:\n    count += 1\n    "
+
+
+def inside(name):
+    """Return a module of run/inside, as it is loaded into a program."""
+    module = types.ModuleType(name)
+    exec(compile((INSIDE / f"{name}.py").read_text(), name, "exec"), module.__dict__)
+    return module
+
+
+def recorded(folder, code, *flags, launch=(sys.executable,), **more):
+    """Run record-trace over a program, and return its status, its streams and the traces that it wrote."""
+    (folder / "program.py").write_text(code)
+    found = subprocess.run(
+        [sys.executable, "-m", "tracereader.run.record", *flags, "--", *launch, "program.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)} | more.pop("env", {}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **more,
+    )
+    return found, {path.name: json.loads(gzip.open(path).read()) for path in sorted(folder.glob("*.json.gz"))}
+
+
+def steps_in(trace):
+    return [one for one in trace["traceEvents"] if str(one.get("name", "")).startswith("ProfilerStep#")]
+
+
+def calls_in_each_step(trace, name):
+    spans = [(one["ts"], one["ts"] + one["dur"]) for one in steps_in(trace) if one["cat"] == "user_annotation"]
+    calls = [one["ts"] for one in trace["traceEvents"] if one.get("name") == name]
+    return [sum(start <= each < end for each in calls) for start, end in spans]
+
+
+# Without a program.
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["-I", "a.py"], "I"),
+        (["-uS", "a.py"], "S"),
+        (["-W", "ignore", "-E", "a.py"], "E"),
+        (["-u", "a.py", "-I"], None),
+        (["-m", "a", "-S"], None),
+        (["-c", "pass", "-I"], None),
+        (["-X", "importtime", "a.py"], None),
+        (["-Wignore", "a.py"], None),
+        ([], None),
+    ],
+)
+def test_flags_of_python_that_close_the_way_in_are_found(words, flag):
+    assert program.closed_by(words) == flag
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "name the program after --"),
+        (["--", "no-such-command"], "no-such-command: no such command"),
+        (["--", sys.executable, "-I", "a.py"], "python -I ignores PYTHONPATH"),
+        (["--", "env", "python3", "-S", "a.py"], "python -S loads no sitecustomize"),
+        (["--out", "a.txt", "--", sys.executable], "the name of a trace ends with .json or .json.gz"),
+        (["--out", "no/such/a.json", "--", sys.executable], "there is no folder no/such"),
+        (["--active", "0", "--", sys.executable], "0 is too small"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_in_one_line(argv, said, capsys):
+    assert record.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert said in err and out == "" and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("calls", "ends"),
+    [
+        ("aaaa", "1111"),
+        ("dgdgdg", "110101"),  # before the first g, a d ends a step
+        ("dddgdddgdddg", "111100010001"),  # the rarer one of a GAN
+        ("mlmlml", "110101"),
+    ],
+)
+def test_the_last_one_of_a_turn_ends_the_step(calls, ends):
+    turn, known = inside("steps").Turn(), collections.defaultdict(type("Optimizer", (), {}))
+    assert "".join(str(int(turn.ends(known[one]))) for one in calls) == ends
+
+
+def test_one_that_is_called_rarely_ends_no_step():
+    turn, known = inside("steps").Turn(), collections.defaultdict(type("Module", (), {}))
+    found = [turn.ends(known[one]) for one in ("m" * 20 + "e") * 3]
+    assert sum(found[-21:]) == 20
+
+
+def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
+    period = inside("recording").period
+    assert period([10, 10, 10, 30] * 4) == 4
+    assert period([30, 10] * 8) == 2
+    assert period([10] * 20) is None
+    assert period([10, 10, 30, 10, 10, 10, 10, 30, 10, 10, 10, 30, 10, 10, 10, 10]) is None
+
+
+def test_the_time_without_the_profiler_is_the_median_or_the_mean_over_whole_turns():
+    found = inside("recording").unprofiled
+    assert found([10, 10, 90, 10, 10])["unprofiled_step_us"] == 10
+    assert found([10, 30, 10, 30, 10, 30, 10], 2)["unprofiled_step_us"] == 20
+    assert found([10, 20, 30])["unprofiled_steps"] == 3
+
+
+def test_the_environment_keeps_the_users_paths_and_gives_the_plan(tmp_path):
+    found = program.environment({"PYTHONPATH": "/a:/b", "X": "1"}, {"mode": "record"}, tmp_path)
+    assert found["PYTHONPATH"] == f"{INSIDE}:/a:/b" and found["X"] == "1"
+    assert json.loads(Path(found[program.PLAN]).read_text()) == {"mode": "record", "folder": str(tmp_path)}
+
+
+def test_the_program_sees_its_own_environment_and_its_children_inherit_the_way_in(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('the next sitecustomize')")
+    code = (
+        "import os, subprocess, sys; print('PYTHONPATH', os.environ['PYTHONPATH'], 'TRACEREADER_PLAN' in os.environ,"
+        f" {str(INSIDE)!r} in sys.path, 'KINETO_LOG_LEVEL' in os.environ, flush=True)\n"
+        "child = 'import os, sys; print(any(type(one).__name__ == \"_OnImport\" for one in sys.meta_path))'\n"
+        "for each in (None, {**os.environ, 'A': '1'}, {'A': '1'}):\n"
+        "    subprocess.run([sys.executable, '-c', child], env=each)\n"
+    )
+    environment = program.environment(
+        {**os.environ, "PYTHONPATH": str(tmp_path / "site")}, {"mode": "record"}, tmp_path
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    hidden = "the next sitecustomize\n"
+    assert found.stdout == (
+        f"{hidden}PYTHONPATH {tmp_path / 'site'} False False False\n{hidden}True\n{hidden}True\nFalse\n"
+    )
+    assert found.stderr == ""
+
+
+# With real programs.
+
+
+def test_a_training_loop_is_recorded_and_ended(tmp_path):
+    code = f"{LOOP}import atexit\natexit.register(print, 'cleaned up')\n{ENDLESS}{STEP}\nprint('never')"
+    found, traces = recorded(tmp_path, code, "--read")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("cleaned up\n") and "never" not in found.stdout
+    assert "CPU only" in found.stdout  # the report
+    (trace,) = traces.values()
+    assert list(traces) == ["program_trace.json.gz"]
+    assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1, 1]
+    assert trace["unprofiled_steps"] >= 10 and trace["record_shapes"] == 1
+    low, high = trace["unprofiled_quartiles_us"]
+    assert 0 < low <= high and trace["unprofiled_step_us"] > 0
+    assert found.stderr.count("\n") == 1 and "4 steps in program_trace.json.gz" in found.stderr
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_program_that_fails_in_its_third_step_fails_as_it_would_alone(tmp_path):
+    code = f"{LOOP}for i in range(9):\n    {STEP}\n    if i == 3: print('out'); sys.exit(7)"
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, traces) == (7, "out\n", {})
+    assert found.stderr == (
+        "record.py: nothing was recorded: the program failed with status 7 after 4 steps, while warming up\n"
+    ).replace("record.py", "record-trace")
+
+
+@pytest.mark.exhaustive
+def test_inference_goes_on_to_its_own_end_where_that_is_asked_for(tmp_path):
+    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(300): model(torch.ones(2, 8))\nprint(i)"
+    found, traces = recorded(tmp_path, code.replace("optimizer =", "# "), "--continue", "--active", "3")
+    assert (found.returncode, found.stdout) == (0, "299\n"), found.stderr
+    (trace,) = traces.values()
+    assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1]
+
+
+def test_a_program_without_torch_is_told_so(tmp_path):
+    found, traces = recorded(tmp_path, "print('hello')")
+    assert (found.returncode, found.stdout, traces) == (0, "hello\n", {})
+    assert "no process of the program imported torch" in found.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_status_is_that_of_the_signal_that_ended_the_program(number, tmp_path):
+    found, traces = recorded(tmp_path, f"{LOOP}{STEP}\nos.kill(os.getpid(), {int(number)})")
+    assert (found.returncode, traces) == (-number, {})
+    assert f"ended by {signal.Signals(number).name} before its steps were recorded" in found.stderr
+
+
+PROGRAMS = {
+    "accumulation": (f"{ENDLESS}model(torch.ones(2, 8)).sum().backward()\n    if count % 3 == 0: optimizer.step()", 3),
+    "two optimizers": (
+        "other = torch.nn.Linear(8, 8); second = torch.optim.Adam(other.parameters())\n"
+        f"{ENDLESS}{STEP}; other(torch.ones(1, 8)).sum().backward(); second.step()",
+        2,
+    ),
+    "optimizers in backward": (
+        "one = torch.optim.SGD([model.weight], 0.01); two = torch.optim.SGD([model.bias], 0.01)\n"
+        "model.weight.register_post_accumulate_grad_hook(lambda p: one.step())\n"
+        "model.bias.register_post_accumulate_grad_hook(lambda p: two.step())\n"
+        f"{ENDLESS}model(torch.ones(2, 8)).sum().backward()",
+        1,
+    ),
+    "LBFGS": (
+        "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, max_eval=2, tolerance_grad=0)\n"
+        "def closure():\n    optimizer.zero_grad(); loss = model(torch.rand(2, 8)).pow(2).sum(); loss.backward()\n"
+        f"    return loss\n{ENDLESS}optimizer.step(closure)",
+        2,
+    ),
+    "a compiled model": (f"fast = torch.compile(model, backend='eager', fullgraph=True)\n{ENDLESS}{STEP}", 1),
+    "a function by its name": (f"def work(): model(torch.ones(1, 8)); model(torch.ones(1, 8))\n{ENDLESS}work()", 2),
+    "a forked child": (f"if os.fork():\n    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n{ENDLESS}{STEP}", 1),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_recorded_step_by_step(name, tmp_path):
+    code, linears = PROGRAMS[name]
+    flags = ["--step-at", "__main__:work"] if name == "a function by its name" else []
+    found, traces = recorded(tmp_path, LOOP + code, *flags)
+    assert found.returncode == 0 and len(traces) == 1, found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [linears] * 4
+
+
+@pytest.mark.exhaustive
+def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
+    loop = f"with torch.profiler.profile() as own:\n    for i in range(40): {STEP}; own.step()\nprint('end')"
+    found, traces = recorded(tmp_path, f"{LOOP}for i in range(3): {STEP}\n{loop}")
+    assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
+    assert "a profiler of its own" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
+    code = f"{LOOP}torch.distributed.init_process_group('gloo')\n"
+    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{STEP}"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    found, traces = recorded(tmp_path, code, launch=launch)
+    assert found.returncode == 0, found.stderr
+    assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]
+    assert all(calls_in_each_step(one, "aten::linear") == [1] * 4 for one in traces.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_the_workers_of_a_loader_are_not_recorded(how, tmp_path):
+    code = (
+        "import torch\nclass Data(torch.utils.data.Dataset):\n    def __len__(self): return 9999\n"
+        "    def __getitem__(self, i): return torch.nn.Linear(8, 8)(torch.ones(8)).detach()\n"
+        f"if __name__ == '__main__':\n    {LOOP.strip().replace(chr(10), chr(10) + '    ')}\n"
+        "    loader = torch.utils.data.DataLoader(Data(), 2, num_workers=2, "
+        f"multiprocessing_context='{how}')\n    for x in loader:\n        {STEP.replace('torch.ones(2, 8)', 'x')}"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert found.returncode == 0 and len(traces) == 1, found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
+
+
+@pytest.mark.gpu
+def test_the_time_without_the_profiler_is_that_of_the_program(tmp_path):
+    code = (
+        "import time, torch\nlayers = [torch.nn.Linear(4096, 4096, device='cuda') for _ in range(8)]\n"
+        "model = torch.nn.Sequential(*layers); optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "x = torch.ones(4096, 4096, device='cuda')\ndef step():\n"
+        "    model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "for _ in range(100): step()\ntorch.cuda.synchronize(); start = time.perf_counter()\n"
+        "for _ in range(50): step()\ntorch.cuda.synchronize(); print((time.perf_counter() - start) / 50 * 1e6)"
+    )
+    found, traces = recorded(tmp_path, code, "--continue")
+    assert found.returncode == 0, found.stderr
+    (trace,) = traces.values()
+    assert trace["unprofiled_step_us"] == pytest.approx(float(found.stdout), rel=0.05)
