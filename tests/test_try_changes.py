@@ -297,6 +297,35 @@ def test_bad_input_is_one_line(argv, said, capsys):
     assert said in error and error.count("\n") == 1
 
 
+def test_ctrl_c_ends_with_the_rows_so_far(monkeypatch, capsys):
+    program = Simulated({"workers": 0.5}, ON_CPU)
+
+    def run_once(*args, **kwargs):
+        if len(program.ran) == 4:
+            raise KeyboardInterrupt
+        return program.run_once(*args, **kwargs)
+
+    monkeypatch.setattr(search, "run_once", run_once)
+    assert trying.main(["--", sys.executable, "train.py"]) == 130
+    said = capsys.readouterr()
+    assert "DataLoader workers" in said.out and "To keep it:" in said.out
+    assert said.err.splitlines()[-1].endswith("interrupted")
+
+
+def test_json_has_every_run_and_the_scoreboards_format(monkeypatch, capsys):
+    program = Simulated({"workers": 0.5, "compile": 0.8}, ON_CPU, fails={"bf16": "RuntimeError: no"})
+    monkeypatch.setattr(search, "run_once", program.run_once)
+    monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+    assert trying.main(["--json", "--", sys.executable, "train.py"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    measured = [found["as_it_is"], *found["changes"], *found["several"]]
+    assert sum(len(one["runs"]) for one in measured) + len(found["failed"]) == len(program.ran) - 1
+    assert found["failed"] == [{"changes": ["bf16"], "why": "RuntimeError: no"}]
+    assert found["together"] == ["compile", "workers"] == list(found["keep"])
+    keys = set(json.loads((ROOT / "benchmarks/pairs/results.json").read_text())["digits_vae"]["base"]["runs"][0])
+    assert all(set(run) == keys for one in found["scoreboard"].values() for run in one["runs"])
+
+
 # The changes themselves. One process imports torch and forks for each of them, because a change stays in its process.
 
 FORKS = """
@@ -582,7 +611,7 @@ for x, y in DataLoader(Photos(), batch_size=8, shuffle=True):
 def start(flags, program, tmp_path, **more):
     """Start try-changes with its temporary files in tmp_path/tmp, which must be empty when it has ended."""
     (tmp_path / "tmp").mkdir(exist_ok=True)
-    own = [shutil.which("try-changes", path=str(Path(sys.executable).parent)), *flags, "--", *program]
+    own = [shutil.which("try-changes", path=str(Path(sys.executable).parent)), *flags, "--", *map(str, program)]
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(own, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, **more)
@@ -665,3 +694,73 @@ def test_the_reason_of_a_failure_is_its_last_error(tmp_path):
     ran = start([], [sys.executable, "-c", "raise ValueError('no such data set')"], tmp_path)
     _, said = ran.communicate()
     assert ran.returncode == 1 and "ValueError: no such data set; its output is in" in said.splitlines()[-1]
+
+
+DDP = """
+import torch
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(8)]))
+optimizer = torch.optim.Adam(model.parameters())
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.exhaustive
+def test_ranks_end_together(tmp_path):
+    (tmp_path / "ranks.py").write_text(DDP)
+    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    flags = ["--json", "--only", "ddp_bucket_view,fused_optimizer"]
+    ran = start(flags, [launcher, "--standalone", "--nproc-per-node", "2", "ranks.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    assert {one["changes"][0] for one in found["changes"]} == {"ddp_bucket_view", "fused_optimizer"}
+    assert all(one["results"]["kind"] in ("same", "within") for one in found["changes"])
+    assert not processes_with(str(tmp_path)) and not processes_with("ranks.py")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+CHECKPOINTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+while True:
+    x = torch.randn(256, 256)
+    for part in model:
+        x = checkpoint(part, x, use_reentrant=False).relu()
+    x.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_checkpointed_program_gives_the_same_losses_with_each_change(tmp_path):
+    (tmp_path / "train.py").write_text(CHECKPOINTED)
+    flags = ["--json", "--only", "no_checkpoint,fused_optimizer,foreach_optimizer"]
+    ran = start(flags, [sys.executable, "train.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    assert {one["changes"][0] for one in found["changes"]} == {*flags[-1].split(",")}
+    assert all(one["results"]["kind"] in ("same", "within") for one in [*found["changes"], *found["several"]])
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "least"), (("gpt", 0.4), ("vit", 0.5), ("llama", 0.4), ("photos", 0.5)))
+def test_programs_become_faster_on_a_gpu(tmp_path, name, least):
+    ran = start(["--json", "--minutes", "4"], [sys.executable, ROOT / f"benchmarks/programs/{name}.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    (together,) = [one for one in (*found["changes"], *found["several"]) if one["changes"] == found["together"]]
+    assert together["saves"] > least
+    assert together["results"]["kind"] in ("same", "within", "not comparable")
+    assert not list((tmp_path / "tmp").iterdir())

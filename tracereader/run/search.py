@@ -377,7 +377,7 @@ def _one_after_the_other(session: Session, helping: Sequence[str]) -> list[str]:
 
 
 def _each_left_out(session: Session, chosen: Sequence[str]) -> list[str]:
-    """Return the changes without those whose absence costs nothing beside the others."""
+    """Return the changes without those that add nothing to the others."""
     chosen = list(chosen)
     for key in reversed(list(chosen)):
         rest = tuple(sorted(one for one in chosen if one != key))

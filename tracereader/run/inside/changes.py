@@ -422,7 +422,7 @@ class Changes:
         if id(module) in self._known:
             return False
         for one in module.modules():  # kept, so that no other module gets its id
-            self._known[id(one)] = one  # a part is also called alone, where activations are computed again
+            self._known[id(one)] = one  # a part is also called alone where activations are recomputed
         first = next(module.parameters(), None)
         if first is None:
             return False
