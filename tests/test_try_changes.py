@@ -65,6 +65,7 @@ def searched(monkeypatch):
     def searched(program, minutes=10.0, only=(), without=()):
         monkeypatch.setattr(search, "run_once", program.run_once)
         monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+        monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
         session = search.Session(["program"], {}, Path("/nonexistent"), 60 * minutes, lambda text: None)
         search.search(session, only, without)
         monkeypatch.undo()
@@ -99,6 +100,19 @@ def test_nothing_helps_where_nothing_does(searched, capsys):
 def test_savings_within_the_noise_are_never_claimed(searched):
     claims = sum(bool(searched(Simulated({}, ON_CPU, noise=0.03, seed=seed)).together) for seed in range(20))
     assert claims <= 4
+
+
+def test_a_busy_machine_needs_more_to_be_convinced(searched, monkeypatch):
+    quiet = searched(Simulated({"workers": 0.8}, ON_CPU, noise=0.0), minutes=1).saving(("workers",))
+    program = Simulated({"workers": 0.8}, ON_CPU, noise=0.0)
+    said = []
+    monkeypatch.setattr(search, "run_once", program.run_once)
+    monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+    monkeypatch.setattr(search.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    session = search.Session(["program"], {}, Path("/nonexistent"), 60, said.append)
+    search.search(session)
+    assert quiet.helps and not session.saving(("workers",)).helps
+    assert "other programs keep this machine busy" in said[0]
 
 
 def test_a_change_that_helps_only_beside_another_one_is_found(searched):
@@ -253,6 +267,13 @@ def test_a_few_equal_runs_do_not_make_a_small_noise():
     assert savings.noise_of([[100.0, 130.0, 100.0]])[0] > 0.1
 
 
+def test_a_machine_that_is_busy_within_a_run_makes_the_interval_wider():
+    assert savings.spread_of([10.0] * 20) == 0
+    assert savings.spread_of([1.0, 1.0, 1.0, 9.0] * 10, 4) == 0  # a loader's stalls are no noise
+    assert savings.spread_of([10.0] * 10 + [15.0] * 10) > 0.2
+    assert savings.noise_of([[100.0, 100.0]], 0.2)[0] > 0.15
+
+
 def test_losses_are_compared_step_by_step():
     usual = [[2.0, 1.0, 0.5]]
     assert savings.losses_differ(usual, [2.0, 1.0, 0.5]).text == "same"
@@ -306,6 +327,7 @@ def test_ctrl_c_ends_with_the_rows_so_far(monkeypatch, capsys):
         return program.run_once(*args, **kwargs)
 
     monkeypatch.setattr(search, "run_once", run_once)
+    monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert trying.main(["--", sys.executable, "train.py"]) == 130
     said = capsys.readouterr()
     assert "DataLoader workers" in said.out and "To keep it:" in said.out
@@ -316,6 +338,7 @@ def test_json_has_every_run_and_the_scoreboards_format(monkeypatch, capsys):
     program = Simulated({"workers": 0.5, "compile": 0.8}, ON_CPU, fails={"bf16": "RuntimeError: no"})
     monkeypatch.setattr(search, "run_once", program.run_once)
     monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+    monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert trying.main(["--json", "--", sys.executable, "train.py"]) == 0
     found = json.loads(capsys.readouterr().out)
     measured = [found["as_it_is"], *found["changes"], *found["several"]]

@@ -9,9 +9,9 @@ import msgspec
 
 # Student's t for 95% on both sides, by the degrees of freedom.
 STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-# What two runs of one program usually differ by on a machine with nothing else to do (one standard deviation), and how
-# many measured differences this knowledge is worth.
-USUAL_NOISE, USUAL_WORTH = 0.02, 3
+# What two runs of one program usually differ by (one standard deviation) on a machine with nothing else to do and on a
+# busy one, and how many measured differences this knowledge is worth.
+USUAL_NOISE, BUSY_NOISE, USUAL_WORTH = 0.02, 0.15, 3
 WORTH = 0.01  # a smaller saving is called none
 BLOCKS = 5
 
@@ -51,17 +51,29 @@ def step_us(steps: Sequence[float], together: int = 0) -> float:
     return statistics.median(statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(count))
 
 
-def noise_of(series: Sequence[Sequence[float]]) -> tuple[float, int]:
+def spread_of(steps: Sequence[float], together: int = 0) -> float:
+    """Return by which share the blocks of one run differ (one standard deviation); 0 where there are fewer than two.
+
+    Other programs on the machine come and go within a run, too. together: see step_us().
+    """
+    count = min(BLOCKS, len(steps) // max(3, together))
+    if count < 2:
+        return 0.0
+    size = len(steps) // count
+    return statistics.stdev(math.log(statistics.fmean(steps[i * size : (i + 1) * size])) for i in range(count))
+
+
+def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> tuple[float, int]:
     """Return by which share two runs of the same program differ (one standard deviation), and the degrees of freedom.
 
     series: the steps (µs) of each program's runs, in the order in which they ran. Only neighbors are compared, because
-    a machine becomes slower or faster over minutes.
+    a machine becomes slower or faster over minutes. usual: what they differ by as far as is known without them.
     """
     differences = []
     for runs in series:
         logs = [math.log(one) for one in runs]
         differences += [b - a for a, b in itertools.pairwise(logs)]
-    total = USUAL_WORTH * USUAL_NOISE**2 + math.fsum(one**2 for one in differences) / 2
+    total = USUAL_WORTH * usual**2 + math.fsum(one**2 for one in differences) / 2
     freedom = USUAL_WORTH + len(differences)
     return math.sqrt(total / freedom), freedom
 

@@ -1,14 +1,28 @@
 """Decides which run comes next: each change by itself, those that help together, and each of them left out once."""
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from tracereader.run.candidates import Candidate, Seen, all_candidates, in_order
+from tracereader.run.candidates import Candidate, Seen, all_candidates, cpus, in_order
 from tracereader.run.runs import Run, run_once
-from tracereader.run.savings import WORTH, Difference, Saving, beside, losses_differ, noise_of, outputs_differ, saving
+from tracereader.run.savings import (
+    BUSY_NOISE,
+    USUAL_NOISE,
+    WORTH,
+    Difference,
+    Saving,
+    beside,
+    losses_differ,
+    noise_of,
+    outputs_differ,
+    saving,
+    spread_of,
+)
 
 AS_IT_IS: tuple[str, ...] = ()
 SINGLES = 0.55  # of the time, before those that help are tried together
@@ -16,6 +30,7 @@ LEAST_LIMIT_S, COMPILE_LIMIT_S = 60.0, 240.0
 COMPILE_S = 30.0  # what compiling adds to a run, before one has been seen
 SAVING_S = 2.0  # for ending the last run and printing
 MOST_ROUNDS = 4  # of one change by itself
+BUSY = 0.5  # the load by the number of CPUs, before the first run, from which on figures vary more
 MAY_HELP = 0.03  # a change that may save this much is measured again
 
 
@@ -53,7 +68,7 @@ class Session:
     ):
         self.program, self.environment, self.folder = program, environment, folder
         self.deadline, self.say, self.cwd, self.show, self.step_at = deadline, say, cwd, show, step_at
-        self.began = time.monotonic()
+        self.began, self.usual_noise = time.monotonic(), USUAL_NOISE
         self.runs: list[Run] = []
         self.failures: dict[tuple[str, ...], str] = {}
         self.skipped: list[Failed] = []
@@ -83,7 +98,9 @@ class Session:
     def noise(self) -> tuple[float, int]:
         """Return by which share two equal runs differ, and the degrees of freedom: see noise_of()."""
         kinds = dict.fromkeys(one.keys for one in self.runs)
-        return noise_of([[one.step_us for one in self.of(keys)] for keys in kinds])
+        spreads = [spread_of(one.steps_us, one.stock) ** 2 for one in self.runs]
+        usual = max(self.usual_noise, math.sqrt(sum(spreads) / max(1, len(spreads))))
+        return noise_of([[one.step_us for one in self.of(keys)] for keys in kinds], usual)
 
     def saving(self, keys: tuple[str, ...], than: tuple[str, ...] = AS_IT_IS) -> Saving | None:
         """Return what these changes save of the step of other ones; None if one of the two was not measured."""
@@ -197,6 +214,12 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
 
     only, without: keys of changes; all that apply are tried without them.
     """
+    load = os.getloadavg()[0]
+    if load > BUSY * cpus():
+        session.usual_noise = BUSY_NOISE
+        session.say(
+            f"other programs keep this machine busy (load {load:.1f}, {cpus()} CPUs), so that the figures are wide"
+        )
     first = session.run(look="record")
     if first is None and session.made_steps:  # such as a program that starts a profiler of its own
         session.failures.clear()
@@ -213,11 +236,13 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     session.say(_announcement(session, first))
     if _run(session) is None or not session.candidates:
         return
-    _each_alone(session)
-    _measure_again(session, until=SINGLES + 0.1)
-    _all_together(session)
-    _measure_again(session, until=1.0)
-    session.together = _best(session)
+    try:
+        _each_alone(session)
+        _measure_again(session, until=SINGLES + 0.1)
+        _all_together(session)
+        _measure_again(session, until=1.0)
+    finally:  # Ctrl-C ends it at any moment
+        session.together = _best(session)
 
 
 def predictions(trace: str) -> dict[str, float]:
@@ -360,8 +385,13 @@ def _all_together(session: Session) -> None:
 
 
 def _best(session: Session) -> tuple[str, ...]:
-    """Return the changes that were chosen together, or one of them where it saves more; none where nothing helps."""
+    """Return the changes that were chosen together, or one of them where it saves more; none where nothing helps.
+
+    If none were chosen yet, all that were measured and give equal results count.
+    """
     sets = [session.together, *((key,) for key in session.together)]
+    if not session.together:
+        sets = [keys for keys in {one.keys for one in session.runs} if keys and session.is_equal(keys)]
     found = {keys: saved for keys in sets if keys and (saved := session.saving(keys)) is not None and saved.helps}
     return max(found, key=lambda keys: found[keys].share, default=())
 
