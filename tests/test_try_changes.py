@@ -378,7 +378,7 @@ def fused_optimizer():
     weights = [nn.Parameter(torch.ones(2))]
     adam, sgd = torch.optim.AdamW(weights, foreach=True), torch.optim.SGD((one for one in weights), 0.1)
     rmsprop = torch.optim.RMSprop(weights)
-    refused = torch.optim.Adam([nn.Parameter(torch.ones(2, device='meta'))])
+    refused = torch.optim.Adam(weights, differentiable=True)
     weights[0].grad = torch.ones(2)
     adam.step(), sgd.step()
     kinds = [one.param_groups[0].get("fused") for one in (adam, sgd, rmsprop, refused)]
@@ -623,7 +623,7 @@ class Photos(Dataset):
 model = torch.nn.Linear(8, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 print("what the program prints stays hidden")
-for x, y in DataLoader(Photos(), batch_size=8, shuffle=True):
+for x, y in DataLoader(Photos(), batch_size=4, shuffle=True):
     loss = torch.nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()
     loss.backward()
@@ -660,7 +660,7 @@ def wait_for(condition, seconds=60):
 
 def test_a_loader_that_sleeps_is_fixed_by_workers(tmp_path):
     (tmp_path / "train.py").write_text(SLEEPER)
-    flags = ["--json", "--minutes", "1", "--only", "workers"]
+    flags = ["--json", "--minutes", "3", "--only", "workers"]
     ran = start(flags, [sys.executable, "train.py"], tmp_path)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
