@@ -1,5 +1,6 @@
 """record-trace: any program is recorded without a change of its code, and goes on as it would without that."""
 
+import ast
 import collections
 import gzip
 import json
@@ -99,6 +100,20 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(argv, said, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("python train.py --epochs 1", "train"),
+        ("torchrun --nproc-per-node 2 jobs/train.py", "train"),
+        ("python -m accelerate.commands.launch --cpu train.py", "train"),
+        ("python -m package.train", "train"),
+        ("my-train --fast", "my-train"),
+    ],
+)
+def test_the_trace_has_the_name_of_the_program(words, name):
+    assert record._out(None, words.split()).name == f"{name}_trace.json.gz"
+
+
+@pytest.mark.parametrize(
     ("calls", "ends"),
     [
         ("aaaa", "1111"),
@@ -116,6 +131,21 @@ def test_one_that_is_called_rarely_ends_no_step():
     turn, known = inside("steps").Turn(), collections.defaultdict(type("Module", (), {}))
     found = [turn.ends(known[one]) for one in ("m" * 20 + "e") * 3]
     assert sum(found[-21:]) == 20
+
+
+def test_replays_of_a_graph_end_steps_only_if_nothing_else_does():
+    ended, kind = [], type("Graph", (), {})
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace())
+    steps = inside("steps").Steps(torch, lambda: ended.append(steps.kind))
+    graphs = [kind() for _ in range(6)]
+    for _ in range(5):  # the parts of a compiled model in a training step
+        for one in graphs:
+            steps._replayed(one)
+        steps._optimizer_stepped(graphs[0])
+    assert ended == ["optimizer"] * 5
+    for _ in range(6):
+        steps._replayed(graphs[0])
+    assert ended == ["optimizer"] * 5 + ["graph"] * 3
 
 
 def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
@@ -158,6 +188,16 @@ def test_the_program_sees_its_own_environment_and_its_children_inherit_the_way_i
         f"{hidden}PYTHONPATH {tmp_path / 'site'} False False False\n{hidden}True\n{hidden}True\nFalse\n"
     )
     assert found.stderr == ""
+
+
+@pytest.mark.parametrize("file", sorted(INSIDE.glob("*.py")), ids=lambda one: one.stem)
+def test_what_is_loaded_into_a_program_needs_its_torch_and_the_standard_library_only(file):
+    named = [one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Import | ast.ImportFrom)]
+    found = {
+        name for one in named for name in ([one.module] if hasattr(one, "module") else [a.name for a in one.names])
+    }
+    roots = {name.partition(".")[0] for name in found}
+    assert roots <= {*sys.stdlib_module_names, "torch", "sitecustomize"}
 
 
 # With real programs.
@@ -259,7 +299,7 @@ def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
 def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
     code = f"{LOOP}torch.distributed.init_process_group('gloo')\n"
     code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{STEP}"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
     assert found.returncode == 0, found.stderr
     assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]

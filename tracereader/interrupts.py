@@ -67,7 +67,7 @@ def _is_ours() -> bool:
     if not os.path.isfile(sys.argv[0]):  # python -c, or a prompt
         return False
     folder, name = os.path.split(os.path.realpath(sys.argv[0]))
-    # python -m tracereader; a script
+    # A command of the package; python -m tracereader; a script.
     return name in COMMANDS or folder in (_HERE, os.path.dirname(_HERE))
 
 

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from tracereader.command import BadInput, printable
@@ -30,7 +32,16 @@ def environment(base: Mapping[str, str], plan: Mapping[str, object], folder: Pat
     path.write_text(json.dumps({**plan, "folder": str(folder)}), encoding="utf-8")
     paths = [str(INSIDE), *filter(None, [base.get("PYTHONPATH")])]
     quiet = {} if plan["mode"] != "record" or "KINETO_LOG_LEVEL" in base else {"KINETO_LOG_LEVEL": "0099"}
-    return {**base, **quiet, PLAN: str(path), "PYTHONPATH": os.pathsep.join(paths)}
+    return {**base, **quiet, PLAN: str(path), "PYTHONPATH": os.pathsep.join(paths), "PATH": search_path(base)}
+
+
+def search_path(base: Mapping[str, str]) -> str:
+    """Return the PATH without our own environment where it has no torch: uvx puts it first, and its python there."""
+    path = base.get("PATH", os.defpath)
+    own = os.path.dirname(sys.executable)
+    if find_spec("torch") is not None or not own:
+        return path
+    return os.pathsep.join(one for one in path.split(os.pathsep) if one.rstrip(os.sep) != own) or path
 
 
 def refuse(command: Sequence[str], path: str | None = None) -> None:

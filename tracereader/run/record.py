@@ -32,6 +32,7 @@ program. A step ends with the optimizer's step; where nothing is trained, with t
 POLL_S = 0.05
 GRACE_S = 20  # for a program that cleans up after its steps are recorded
 FORWARDED = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
+LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start the program
 TOO_FEW = "let it run longer, or record fewer: --skip 1 --timed 3 --active 1"
 NO_STEP = "no optimizer made a step and no module was called; name what ends a step with --step-at"
 
@@ -41,7 +42,7 @@ def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     own, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = _flags(own)
-    program.refuse(words)
+    program.refuse(words, program.search_path(os.environ))
     out = _out(args.out, words)
     folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
     try:
@@ -97,7 +98,7 @@ def _name(words: Sequence[str]) -> str:
     for place, word in enumerate(words):
         if word.endswith((".py", ".sh")) and not word.startswith("-"):
             return Path(word).stem
-        if word == "-m" and place + 1 < len(words) and "torch.distributed" not in words[place + 1]:
+        if word == "-m" and place + 1 < len(words) and not words[place + 1].startswith(LAUNCHERS):
             return words[place + 1].rpartition(".")[2]
     return re.sub(r"[^\w.-]", "_", Path(words[0]).stem)
 

@@ -11,6 +11,7 @@ import weakref
 
 RARE = 8  # what is called this many times less often than another one does not end the steps
 WAIT_CALLS, WAIT_S = 64, 20  # after these, calls of modules count even if there is an optimizer that has made no step
+REPLAYS = 4  # of one CUDA graph without another end of a step: the graph holds the whole step
 PARAMETERLESS = 8  # so many calls of modules without parameters before they count
 
 
@@ -43,14 +44,15 @@ class Turn:
 class Steps:
     """Calls `ended()` at the end of each step, from start() to stop(), in the thread of the program that makes it.
 
-    kind: "optimizer", "module" or "named" once a step has ended. thread: the thread that makes the steps.
+    kind: "optimizer", "module", "graph" or "named" once a step has ended. thread: the thread that makes the steps.
     """
 
     def __init__(self, torch, ended, step_at=None):
         self.torch, self.ended, self.step_at = torch, ended, step_at
         self.kind = None
         self.undo = []
-        self.optimizers, self.modules, self.parameterless = Turn(), Turn(), Turn()
+        self.optimizers, self.modules, self.parameterless, self.graphs = Turn(), Turn(), Turn(), Turn()
+        self.replays = weakref.WeakKeyDictionary()  # since the last end of a step
         self.optimizers_made = 0
         self.waits = True  # for the optimizers to make a step
         self.began = time.monotonic()
@@ -92,6 +94,7 @@ class Steps:
         __init__.__wrapped__ = make
         self._patch(kind, "__init__", __init__)
         self._watch_modules(torch.nn.Module)
+        self._watch_graphs(getattr(torch.cuda, "CUDAGraph", None))
 
     def stop(self):
         """Take back everything that start() put into the program's torch."""
@@ -113,6 +116,9 @@ class Steps:
 
     def _optimizer_stepped(self, one):
         if _is_loader_worker():
+            return
+        self.replays.clear()
+        if self.kind == "graph":
             return
         ends = self.optimizers.ends(one)
         if self.kind != "optimizer":
@@ -152,9 +158,15 @@ class Steps:
         self.classes.clear()
 
     def _called(self, module):
-        if self.kind == "optimizer" or _is_loader_worker() or _is_compiling(self.torch)() or self.in_backward():
+        if (
+            self.kind in ("optimizer", "graph")
+            or _is_loader_worker()
+            or _is_compiling(self.torch)()
+            or self.in_backward()
+        ):
             return  # a call in backward computes a checkpoint's activations again
         self.module_calls += 1
+        self.replays.clear()
         if (
             self.waits
             and self.optimizers_made
@@ -183,6 +195,31 @@ class Steps:
         self._forget_modules()
         for kind in kinds:
             self._watch_modules(kind)
+
+    # Replays of a CUDA graph that holds the whole step: nothing else of it is seen.
+
+    def _watch_graphs(self, kind):
+        replay_it = getattr(kind, "replay", None)
+        if replay_it is None:
+            return
+
+        def replay(graph, *args, **kwargs):
+            result = replay_it(graph, *args, **kwargs)
+            self._replayed(graph)
+            return result
+
+        replay.__wrapped__ = replay_it
+        self._patch(kind, "replay", replay)
+
+    def _replayed(self, graph):
+        if self.kind != "graph":
+            self.replays[graph] = self.replays.get(graph, 0) + 1
+            if self.replays[graph] < REPLAYS:
+                return
+            self.kind = "graph"
+            self._forget_modules()
+        if self.graphs.ends(graph):
+            self.ended()
 
     # Where the user says.
 
