@@ -18,6 +18,7 @@ STATUSES = {
     for number in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
     if number is not None
 }
+COMMANDS = ("read-trace", "record-trace", "try-changes")
 _HERE = os.path.dirname(os.path.realpath(__file__))
 # The functions that undo things before the program ends; the newest is called first.
 _undo: list[Callable[[], None]] = []
@@ -39,7 +40,7 @@ def program_name() -> str:
 
 def said_of(number: int) -> str:
     said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return said if program_name() == "read-trace" else f"{said}; files are written atomically"
+    return said if program_name() in COMMANDS else f"{said}; files are written atomically"
 
 
 def answer() -> None:
@@ -67,7 +68,7 @@ def _is_ours() -> bool:
         return False
     folder, name = os.path.split(os.path.realpath(sys.argv[0]))
     # A command of the package; python -m tracereader; a script.
-    return name in ("read-trace", "record-trace", "try-changes") or folder in (_HERE, os.path.dirname(_HERE))
+    return name in COMMANDS or folder in (_HERE, os.path.dirname(_HERE))
 
 
 def _end(number: int, frame: object) -> None:

@@ -6,6 +6,7 @@ import time
 
 STEADY = 4  # so many steps are compared with as many before them
 FALLING = 1.15  # steps that were longer than the latest ones by this factor are still becoming shorter
+STOCK_S = 8  # for using up the batches that are ready, which say nothing of how fast a loader is
 STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady
 
 
@@ -24,12 +25,15 @@ class Measuring:
         self.work = None  # what was compiled and allocated so far
         self.quiet = 0  # steps without any of these
         self.marks = []
+        self.stock = 0  # batches that a loader's workers have prepared while the first steps were slow
         self.measuring = False
         self.steady = False
 
     def ended(self):
         """Count the end of a step."""
         self.steps += 1
+        if self.steps == 1:
+            self.first_end = time.perf_counter()
         if self.measuring:
             self.marks.append(self._mark())
             return
@@ -43,6 +47,8 @@ class Measuring:
     def ready(self):
         """Whether the warm-up is over. It is also over where the steps never become steady."""
         if self.steps < self.skip + 1:
+            return False
+        if self.steps <= 2 * self.stock and time.perf_counter() < self.first_end + STOCK_S:
             return False
         late = self.steps > self.skip + STEPS_AT_MOST or self.ends[-1] > self.began + SECONDS_AT_MOST
         times = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
@@ -62,9 +68,10 @@ class Measuring:
     def enough(self):
         """Whether enough steps are measured."""
         count, seconds = len(self.marks) - 1, time.perf_counter() - self.marks[0][0]
-        if count >= self.least and (seconds >= self.seconds or (self.most and count >= self.most)):
+        if count >= max(self.least, self.stock) and (seconds >= self.seconds or (self.most and count >= self.most)):
             return True
-        return count >= 3 and seconds >= max(5.0, self.seconds)
+        longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
+        return count >= 3 and seconds >= longest
 
     def so_far(self):
         """Return the measured steps in µs by the CPU's clock, which runs ahead of a GPU's."""

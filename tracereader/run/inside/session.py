@@ -107,6 +107,7 @@ class Session:
             return
         if self.made is not None:
             self.made.step_ended()
+            self.work.measuring.stock = self.made.stock
         try:
             self.work.ended()
         except Exception as problem:

@@ -1,0 +1,789 @@
+"""try-changes: which runs it makes and what it says of them, with programs that are simulated and with real ones."""
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tracereader.run import candidates, savings, search, tried, trying
+from tracereader.run.candidates import Seen, all_candidates
+from tracereader.run.runs import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Simulated:
+    """A program whose steps are known: `effects` has the factor of each change on a step of 10 ms.
+
+    steps: from the set of keys to the step in ms, instead of effects. fails: the reason for a set of keys. Each run
+    takes `seconds` of a clock that nothing else moves.
+    """
+
+    def __init__(self, effects=(), seen=None, noise=0.005, seconds=5.0, steps=None, fails=(), losses=None, seed=0):
+        self.effects, self.steps, self.fails = dict(effects), steps, dict(fails)
+        self.seen = seen or Seen(optimizers=({"name": "AdamW", "offers": ["fused", "foreach"], "line": "a.py:1"},))
+        self.noise, self.seconds, self.random = noise, seconds, random.Random(seed)
+        self.losses = losses or (lambda keys: (1.0, 0.5))
+        self.now, self.ran = 0.0, []
+
+    def monotonic(self):
+        return self.now
+
+    def run_once(self, command, plan, environment, folder, limit_s, cwd=None, show=False):
+        keys = tuple(plan["changes"])
+        if environment.get("OMP_NUM_THREADS"):
+            keys = (*keys, "threads_1")
+        self.ran.append(keys)
+        seconds = self.seconds + 20 * any(key.startswith("compile") for key in keys)
+        if seconds > limit_s:
+            self.now += limit_s
+            return Run(keys, limit_s, failure=f"no result after {limit_s:.0f} s")
+        self.now += seconds
+        for key, why in self.fails.items():
+            if set(key.split("+")) <= set(keys):
+                return Run(keys, seconds, failure=why)
+        step = self.steps(frozenset(keys)) if self.steps else 10 * math.prod(self.effects.get(key, 1.0) for key in keys)
+        step *= 1000 * math.exp(self.random.gauss(0, self.noise))
+        applied = dict.fromkeys(keys, 1)
+        return Run(keys, seconds, (step,) * 20, losses=self.losses(keys), applied=applied, seen=self.seen)
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """Return a function that lets try-changes search over a simulated program, and returns the session."""
+
+    def searched(program, minutes=10.0, only=(), without=()):
+        monkeypatch.setattr(search, "run_once", program.run_once)
+        monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+        monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+        session = search.Session(["program"], {}, Path("/nonexistent"), 60 * minutes, lambda text: None)
+        search.search(session, only, without)
+        monkeypatch.undo()
+        return session
+
+    return searched
+
+
+MODEL = {"name": "Net", "line": "train.py:20", "dtype": "float32", "device": "cpu", "parameters": 10}
+OPTIMIZER = {"name": "AdamW", "line": "train.py:9", "offers": ["fused", "foreach"], "parameters": 4, "device": "cpu"}
+LOADER = {"line": "train.py:12", "workers": 0}
+ON_CPU = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), torch="2.15.0", threads=4)
+
+
+def test_the_change_that_saves_most_is_named_first_and_those_that_help_are_combined(searched):
+    session = searched(Simulated({"workers": 0.4, "fused_optimizer": 0.9, "compile": 0.8, "bf16": 1.5}, ON_CPU))
+    singles, several = tried.sets_in_order(session)
+    assert singles[:3] == [("workers",), ("compile",), ("fused_optimizer",)]
+    assert session.together == ("compile", "fused_optimizer", "workers")
+    assert several[0] == session.together
+    assert session.saving(session.together).share == pytest.approx(1 - 0.4 * 0.9 * 0.8, abs=0.02)
+    assert session.saving(("bf16",)).harms
+
+
+def test_nothing_helps_where_nothing_does(searched, capsys):
+    session = searched(Simulated({}, ON_CPU, noise=0.02))
+    assert session.together == ()
+    tried.show(session)
+    assert "Nothing helps" in capsys.readouterr().out
+
+
+def test_savings_within_the_noise_are_never_claimed(searched):
+    claims = sum(bool(searched(Simulated({}, ON_CPU, noise=0.03, seed=seed)).together) for seed in range(20))
+    assert claims <= 4
+
+
+def test_a_busy_machine_needs_more_to_be_convinced(searched, monkeypatch):
+    quiet = searched(Simulated({"workers": 0.8}, ON_CPU, noise=0.0), minutes=1).saving(("workers",))
+    program = Simulated({"workers": 0.8}, ON_CPU, noise=0.0)
+    said = []
+    monkeypatch.setattr(search, "run_once", program.run_once)
+    monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+    monkeypatch.setattr(search.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    session = search.Session(["program"], {}, Path("/nonexistent"), 60, said.append)
+    search.search(session)
+    assert quiet.helps and not session.saving(("workers",)).helps
+    assert "other programs keep this machine busy" in said[0]
+
+
+def test_a_change_that_helps_only_beside_another_one_is_found(searched):
+    """A loader hides what the GPU's work costs: the step is the longer of the two."""
+
+    def steps(keys):
+        loading = 2.0 if "workers" in keys else 20.0
+        return max(loading, 10.0 if "fused_optimizer" not in keys else 4.0)
+
+    session = searched(Simulated(seen=ON_CPU, steps=steps))
+    assert session.saving(("fused_optimizer",)).share < 0.03
+    assert session.together == ("fused_optimizer", "workers")
+
+
+def test_a_change_that_costs_beside_the_others_is_left_out(searched):
+    def steps(keys):
+        if {"workers", "compile"} <= keys:
+            return 6.0 if "fused_optimizer" in keys else 4.0
+        return 10.0 - 3 * ("workers" in keys) - 2 * ("compile" in keys) - 1.5 * ("fused_optimizer" in keys)
+
+    session = searched(Simulated(seen=ON_CPU, steps=steps), without=("foreach_optimizer",))
+    assert session.together == ("compile", "workers")
+
+
+def test_what_helps_less_than_one_of_its_changes_is_not_named(searched, capsys):
+    def steps(keys):
+        return 10.0 if len(keys) != 1 else {"workers": 3.0, "compile": 7.0}.get(*keys, 10.0)
+
+    session = searched(Simulated(seen=ON_CPU, steps=steps))
+    assert session.together == ("workers",)
+    tried.show(session)
+    assert "To keep it:\n  DataLoader workers: DataLoader(" in capsys.readouterr().out
+
+
+def test_changes_that_fail_together_are_added_one_by_one(searched):
+    program = Simulated(
+        {"workers": 0.5, "fused_optimizer": 0.7, "compile": 0.8}, ON_CPU, fails={"compile+workers": "RuntimeError: no"}
+    )
+    session = searched(program)
+    assert session.together == ("fused_optimizer", "workers")
+    assert "RuntimeError: no" in session.failures.values()
+
+
+def test_a_change_that_fails_is_a_row_with_its_reason(searched, capsys):
+    session = searched(Simulated({"workers": 0.5}, ON_CPU, fails={"compile": "Unsupported: call of a lock"}))
+    tried.show(session)
+    lines = capsys.readouterr().out.splitlines()
+    row = next(number for number, line in enumerate(lines) if line.startswith("torch.compile"))
+    assert "fails" in lines[row] and "Unsupported: call of a lock" in lines[row + 1]
+    assert session.together == ("workers",)
+
+
+def test_a_faster_change_with_other_results_is_not_among_those_that_help(searched, capsys):
+    losses = {("bf16",): (1.0, 0.9)}
+    session = searched(
+        Simulated({"bf16": 0.5, "workers": 0.8}, ON_CPU, losses=lambda keys: losses.get(keys, (1.0, 0.5)))
+    )
+    assert session.together == ("workers",)
+    tried.show(session)
+    assert "Faster with other results" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("minutes", (0.5, 1, 2, 5, 10))
+@pytest.mark.parametrize("seconds", (2.0, 9.0, 40.0))
+def test_the_time_is_kept(searched, minutes, seconds):
+    program = Simulated({"workers": 0.5, "compile": 0.7}, ON_CPU, noise=0.05, seconds=seconds)
+    searched(program, minutes)
+    assert program.now <= 60 * minutes
+
+
+def test_a_second_search_gives_the_same_order_of_the_first_three(searched):
+    effects = {"workers": 0.5, "compile": 0.8, "fused_optimizer": 0.9}
+    orders = {
+        tuple(tried.sets_in_order(searched(Simulated(effects, ON_CPU, noise=0.01, seed=seed)))[0][:3])
+        for seed in range(10)
+    }
+    assert orders == {(("workers",), ("compile",), ("fused_optimizer",))}
+
+
+def test_runs_alternate_with_the_program_as_it_is(searched):
+    program = Simulated({"workers": 0.5}, ON_CPU)
+    searched(program, minutes=30)
+    alone = [keys for keys in program.ran if len(keys) < 2]
+    assert all(() in pair for pair in itertools.pairwise(alone[1:]))
+
+
+def test_only_and_without_choose_the_changes(searched):
+    program = Simulated({"workers": 0.5}, ON_CPU)
+    session = searched(program, only=("fused_optimizer", "workers", "tf32"), without=("workers",))
+    assert {key for keys in program.ran for key in keys} == {"fused_optimizer"}
+    assert [(one.key, one.why) for one in session.skipped] == [("tf32", "nothing in the program to change")]
+
+
+def test_the_order_is_that_of_the_predictions():
+    ordered = candidates.in_order(all_candidates(), ["fuse_pointwise", "no_recompute", "fused_optimizer"])
+    keys = [one.key for one in ordered]
+    assert keys[:4] == ["compile_reduce_overhead", "no_checkpoint", "fused_optimizer", "foreach_optimizer"]
+    assert keys[-2:] == ["compile", "compile_max_autotune"]  # each takes long, and only one can be made
+
+
+def test_each_key_follows_changes_that_reports_propose():
+    """The ids of --json that the table names exist."""
+    declared = {match for path in (ROOT / "tracereader").rglob("*.py") for match in _ids(path)}
+    for key, one in {one.key: one for one in all_candidates()}.items():
+        assert set(one.follows) <= declared, key
+
+
+def _ids(path):
+    return re.findall(r'Change\(\s*(?:name=)?"(\w+)"', path.read_text())
+
+
+# The statistics.
+
+
+def test_a_step_is_the_mean_of_a_typical_block():
+    stalls = [1.0, 1.0, 1.0, 9.0] * 10  # a loader's at each fourth step
+    assert savings.step_us(stalls) == 3.0
+    assert savings.step_us([*stalls, *[50.0] * 10]) == pytest.approx(3.0, abs=0.5)  # one pause
+    assert savings.step_us([5.0]) == 5.0
+
+
+def test_blocks_hold_all_batches_that_workers_prepare_together():
+    stalls = ([1.0] * 15 + [33.0]) * 6  # sixteen workers that end at once
+    assert savings.step_us(stalls, 32) == 3.0
+    assert savings.step_us(stalls[:40], 32) == pytest.approx(sum(stalls[:40]) / 40)
+
+
+def test_a_slow_drift_is_no_saving():
+    """Each run is compared with its neighbors, so that a machine that slows down changes nothing."""
+    steps = [100.0 * 1.05**number for number in range(9)]
+    kinds = [number % 2 == 0 for number in range(9)]
+    pairs = [_pair(savings.beside(kinds, steps, number), steps[number]) for number in range(1, 9, 2)]
+    assert abs(savings.saving(pairs, (0.01, 10)).share) < 0.002
+
+
+def _pair(beside, step):
+    before, count = beside
+    return before, step, count
+
+
+def test_more_runs_make_the_interval_narrower():
+    pair = (100.0, 90.0, 2)
+    one, four = savings.saving([pair], (0.02, 10)), savings.saving([pair] * 4, (0.02, 10))
+    assert one.share == four.share == pytest.approx(0.1)
+    assert four.plus_minus < 0.7 * one.plus_minus
+
+
+def test_a_few_equal_runs_do_not_make_a_small_noise():
+    assert savings.noise_of([])[0] == savings.USUAL_NOISE
+    assert 0.01 < savings.noise_of([[100.0] * 3])[0] < savings.USUAL_NOISE
+    assert savings.noise_of([[100.0] * 30])[0] < 0.01
+    assert savings.noise_of([[100.0, 130.0, 100.0]])[0] > 0.1
+
+
+def test_a_machine_that_is_busy_within_a_run_makes_the_interval_wider():
+    assert savings.spread_of([10.0] * 20) == 0
+    assert savings.spread_of([1.0, 1.0, 1.0, 9.0] * 10, 4) == 0  # a loader's stalls are no noise
+    assert savings.spread_of([10.0] * 10 + [15.0] * 10) > 0.2
+    assert savings.noise_of([[100.0, 100.0]], 0.2)[0] > 0.15
+
+
+def test_losses_are_compared_step_by_step():
+    usual = [[2.0, 1.0, 0.5]]
+    assert savings.losses_differ(usual, [2.0, 1.0, 0.5]).text == "same"
+    assert savings.losses_differ(usual, [2.0, 1.000006, 0.5]).text == "within 6e-06"
+    assert savings.losses_differ(usual, [2.0, 1.01, 0.5]).text == "off by 1.0%"
+    assert savings.losses_differ(usual, [2.0, math.nan, 0.5]).kind == "off"
+    assert savings.losses_differ([[2.0], [3.0]], [2.0]).text == "not comparable"
+    assert savings.losses_differ(usual, [1.9, 1.1, 0.4], "workers draw").text == "not comparable"
+    assert savings.losses_differ(usual, []).text == "unknown"
+
+
+def test_outputs_are_compared_by_their_relative_error():
+    assert savings.outputs_differ([[3.0, 4.0]], [3.0, 4.0]).text == "same"
+    assert savings.outputs_differ([[3.0, 4.0]], [3.0, 4.5]).text == "off by 10.0%"
+    assert savings.outputs_differ([[3.0, 4.0]], [3.0, 4.01]).text == "within 0.2%"
+
+
+# The command.
+
+
+def test_list_names_each_change(capsys):
+    assert trying.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(one.key in printed for one in all_candidates())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    (
+        ([], "name the program after --"),
+        (["--"], "name the program after --"),
+        (["--only", "speed", "--", "python"], "speed: no such change"),
+        (["--minutes", "0", "--", "python"], "not a number of minutes"),
+        (["--env", "A", "--", "python"], "write NAME=VALUE"),
+        (["--cwd", "/nonexistent", "--", "python"], "no such folder"),
+        (["--", "nonexistent-command"], "no such command"),
+    ),
+)
+def test_bad_input_is_one_line(argv, said, capsys):
+    assert trying.main(argv) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_ctrl_c_ends_with_the_rows_so_far(monkeypatch, capsys):
+    program = Simulated({"workers": 0.5}, ON_CPU)
+
+    def run_once(*args, **kwargs):
+        if len(program.ran) == 4:
+            raise KeyboardInterrupt
+        return program.run_once(*args, **kwargs)
+
+    monkeypatch.setattr(search, "run_once", run_once)
+    monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert trying.main(["--", sys.executable, "train.py"]) == 130
+    said = capsys.readouterr()
+    assert "DataLoader workers" in said.out and "To keep it:" in said.out
+    assert said.err.splitlines()[-1].endswith("interrupted")
+
+
+def test_json_has_every_run_and_the_scoreboards_format(monkeypatch, capsys):
+    program = Simulated({"workers": 0.5, "compile": 0.8}, ON_CPU, fails={"bf16": "RuntimeError: no"})
+    monkeypatch.setattr(search, "run_once", program.run_once)
+    monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+    monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert trying.main(["--json", "--", sys.executable, "train.py"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    measured = [found["as_it_is"], *found["changes"], *found["several"]]
+    assert sum(len(one["runs"]) for one in measured) + len(found["failed"]) == len(program.ran) - 1
+    assert found["failed"] == [{"changes": ["bf16"], "why": "RuntimeError: no"}]
+    assert found["together"] == ["compile", "workers"] == list(found["keep"])
+    keys = set(json.loads((ROOT / "benchmarks/pairs/results.json").read_text())["digits_vae"]["base"]["runs"][0])
+    assert all(set(run) == keys for one in found["scoreboard"].values() for run in one["runs"])
+
+
+# The changes themselves. One process imports torch and forks for each of them, because a change stays in its process.
+
+FORKS = """
+import gc, importlib.util, json, os, sys, tempfile, traceback
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+spec = importlib.util.spec_from_file_location("changes", sys.argv[1])
+changes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(changes)
+own_call, compile_ = nn.Module.__call__, torch.compile
+torch.set_num_threads(1)
+
+
+def steps(made, model, *inputs, count=3):
+    result = None
+    for _ in range(count):
+        result = model(*inputs)
+        made.step_ended()
+    return result
+
+
+def fused_optimizer():
+    made = changes.install(torch, ["fused_optimizer"])
+    weights = [nn.Parameter(torch.ones(2))]
+    adam, sgd = torch.optim.AdamW(weights, foreach=True), torch.optim.SGD((one for one in weights), 0.1)
+    rmsprop = torch.optim.RMSprop(weights)
+    refused = torch.optim.Adam(weights, differentiable=True)
+    weights[0].grad = torch.ones(2)
+    adam.step(), sgd.step()
+    kinds = [one.param_groups[0].get("fused") for one in (adam, sgd, rmsprop, refused)]
+    return kinds, made.applied, bool(made.refused), weights[0].tolist() != [1, 1]
+
+
+def foreach_optimizer():
+    made = changes.install(torch, ["foreach_optimizer"])
+    weights = [nn.Parameter(torch.ones(2))]
+    return torch.optim.NAdam(weights, foreach=False).param_groups[0]["foreach"], made.applied
+
+
+def no_checkpoint():
+    calls = []
+
+    def part(x):
+        calls.append(1)
+        return x.sin()
+
+    made = changes.install(torch, ["no_checkpoint"])
+    from torch.utils.checkpoint import checkpoint
+    for reentrant in (True, False):
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(part, x, use_reentrant=reentrant, preserve_rng_state=False).sum().backward()
+    return len(calls), made.applied
+
+
+def loader():
+    made = changes.install(torch, ["workers", "pin_memory"])
+    one, more = DataLoader(range(8)), DataLoader(range(8), 2, True, num_workers=30)
+    return one.num_workers == changes.workers(), one.persistent_workers, one.pin_memory, more.num_workers, made.stock
+
+
+def set_to_none():
+    made = changes.install(torch, ["set_to_none"])
+    model = nn.Linear(2, 2)
+    model(torch.ones(2)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).zero_grad(set_to_none=False)
+    return model.weight.grad is None, made.applied
+
+
+def bf16():
+    made = changes.install(torch, ["bf16"])
+    model, kinds = nn.Sequential(nn.Linear(2, 2)), []
+    model[0].register_forward_hook(lambda one, given, result: kinds.append(str(result.dtype)))
+    result = steps(made, model, torch.ones(1, 2))
+    return str(result.dtype), kinds[-1], len(kinds), nn.Module.__call__ is own_call
+
+
+def channels_last():
+    made = changes.install(torch, ["channels_last"])
+    model, seen = nn.Sequential(nn.Conv2d(3, 4, 3)), []
+    model[0].register_forward_pre_hook(
+        lambda one, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    steps(made, model, torch.ones(2, 3, 8, 8))
+    return seen, model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def inference_mode():
+    made = changes.install(torch, ["inference_mode"])
+    return steps(made, nn.Linear(2, 2), torch.ones(2)).is_inference()
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+    def forward(self, x):
+        return self.parts(x) + 1
+
+
+def compiled(keys, own):
+    given = []
+
+    def eager(model=None, **kwargs):
+        given.append(kwargs.pop("mode", None))
+        return compile_(model, backend="eager", **kwargs)
+
+    torch.compile = eager
+    made = changes.install(torch, keys)
+    model = Nested()
+    model = torch.compile(model) if own else model
+    result = steps(made, model, torch.ones(1, 2), count=4)
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), given, made.applied, str(result.dtype)
+
+
+def graphs():
+    return compiled(["compile_reduce_overhead"], False)
+
+
+def compiled_bf16():
+    return compiled(["compile", "bf16"], False)
+
+
+def compiled_before():
+    return compiled(["compile_reduce_overhead", "bf16"], True)
+
+
+def not_changed():
+    return compiled([], True)
+
+
+def ddp():
+    keys = ["ddp_bucket", "ddp_static_graph", "ddp_no_buffers", "ddp_bucket_view"]
+    made = changes.install(torch, keys)
+    store = torch.distributed.FileStore(tempfile.mkstemp()[1], 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+    model(torch.ones(2)).sum().backward()
+    found = model.bucket_bytes_cap >> 20, model.static_graph, model.broadcast_buffers, model.gradient_as_bucket_view
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def frozen():
+    made = changes.install(torch, ["gc_freeze"])
+    before = gc.get_freeze_count()
+    for _ in range(3):
+        made.step_ended()
+    return gc.get_freeze_count() > before
+
+
+def seeded():
+    import random
+
+    import numpy
+
+    found = []
+    for _ in range(2):
+        changes.seed(torch)
+        found.append((torch.rand(1).item(), random.random(), numpy.random.rand(), numpy.random.default_rng().random()))
+    return found[0] == found[1]
+
+
+def looked_at():
+    made = changes.install(torch, [], look=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for x in DataLoader(torch.ones(6, 2), batch_size=2):
+        loss = checkpoint(model[1], model(x), use_reentrant=False).square().mean()
+        loss = loss + nn.functional.scaled_dot_product_attention(*[x[None]] * 3).mean()
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        made.step_ended()
+    facts = made.facts()
+    kinds = ("modules", "optimizers", "loaders", "zero_grad", "attention")
+    lines = {kind: [one["line"].rpartition("/")[2] for one in facts["seen"][kind]] for kind in kinds}
+    return lines, len(facts["losses"]), len(facts["outputs"][0]), nn.Module.__call__ is own_call
+
+
+for name in sys.argv[2:]:
+    if name == "compiled_bf16":  # the first compiled one imports it in the middle of a call, as programs do
+        import torch._dynamo.utils
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            found = globals()[name]()
+        except BaseException:
+            found = traceback.format_exc()
+        os.write(write, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        print(name, file.read(), flush=True)
+    os.wait()
+"""
+
+CHANGED = {
+    "fused_optimizer": [[True, True, None, None], {"fused_optimizer": 2}, True, True],
+    "foreach_optimizer": [True, {"foreach_optimizer": 1}],
+    "no_checkpoint": [2, {"no_checkpoint": 1}],
+    "loader": [True, True, True, 30, 60],
+    "set_to_none": [True, {"set_to_none": 1}],
+    "bf16": ["torch.float32", "torch.bfloat16", 3, True],
+    "channels_last": [[True, True, True], True],
+    "inference_mode": True,
+    "graphs": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1}, "torch.float32"],
+    "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
+    "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],
+    "not_changed": [1, {}, [None], {}, "torch.float32"],
+    "ddp": [100, True, False, True],
+    "frozen": True,
+    "seeded": True,
+}
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Return what each of FORKS' functions found, by its name."""
+    script = tmp_path_factory.mktemp("forks") / "forks.py"
+    script.write_text(FORKS)
+    inside = ROOT / "tracereader" / "run" / "inside" / "changes.py"
+    ran = subprocess.run(
+        [sys.executable, script, inside, *CHANGED, "looked_at"], capture_output=True, text=True, check=True
+    )
+    return {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in ran.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_change_is_made_in_the_program(forked, name):
+    assert forked[name] == CHANGED[name]
+
+
+def test_a_run_that_looks_names_the_lines_of_the_program(forked):
+    lines = [number for number, line in enumerate(FORKS.splitlines(), 1)]
+    text = FORKS.splitlines()
+
+    def line_of(part, after="def looked_at"):
+        start = next(number for number in lines if after in text[number - 1])
+        return f"forks.py:{next(number for number in lines if number > start and part in text[number - 1])}"
+
+    found, losses, outputs, is_put_back = forked["looked_at"]
+    assert found == {
+        "modules": [line_of("model(x)")],
+        "optimizers": [line_of("AdamW(")],
+        "loaders": [line_of("DataLoader(")],
+        "zero_grad": [line_of("zero_grad(")],
+        "attention": [line_of("scaled_dot")],
+    }
+    assert (losses, outputs, is_put_back) == (3, 4, True)
+
+
+# Real programs.
+
+SLEEPER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Photos(Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return torch.full((8,), i % 7 / 7), i % 3
+
+model = torch.nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+print("what the program prints stays hidden")
+for x, y in DataLoader(Photos(), batch_size=4, shuffle=True):
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def start(flags, program, tmp_path, **more):
+    """Start try-changes with its temporary files in tmp_path/tmp, which must be empty when it has ended."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    own = [shutil.which("try-changes", path=str(Path(sys.executable).parent)), *flags, "--", *map(str, program)]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(own, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, **more)
+
+
+def processes_with(text):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if text in (entry / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_loader_that_sleeps_is_fixed_by_workers(tmp_path):
+    (tmp_path / "train.py").write_text(SLEEPER)
+    flags = ["--json", "--minutes", "3", "--only", "workers"]
+    ran = start(flags, [sys.executable, "train.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    (workers,) = found["changes"]
+    assert workers["changes"] == ["workers"] and workers["verdict"] == "helps" and workers["saves"] > 0.6
+    assert workers["results"]["kind"] == "same"
+    assert found["keep"] == {"workers": "DataLoader(…, num_workers=4, persistent_workers=True) at train.py:16"}
+    assert "stays hidden" not in printed + said
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not processes_with(str(tmp_path))
+
+
+def test_a_program_that_hangs_is_ended_with_all_its_processes(tmp_path):
+    """Also a process that left its session, and a program that ignores SIGTERM."""
+    mark = f"{86400 + os.getpid()}.125"
+    (tmp_path / "hangs.py").write_text(
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"subprocess.Popen(['sleep', '{mark}'], start_new_session=True)\n"
+        "print('it waits for a server', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    ran = start(["--minutes", "0.1"], [sys.executable, "hangs.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 1 and not printed
+    last = said.splitlines()[-1]
+    assert "the program as it is could not be measured: no result after" in last
+    log = Path(re.search(r"its output is in (\S+)", last)[1])
+    assert log.read_text() == "it waits for a server\n"
+    assert list((tmp_path / "tmp").iterdir()) == [log]
+    assert not processes_with(mark)
+
+
+@pytest.mark.parametrize(("number", "status"), ((signal.SIGINT, 130), (signal.SIGTERM, 143)))
+def test_a_signal_ends_everything(tmp_path, number, status):
+    mark = f"{86400 + os.getpid()}.25{number}"
+    (tmp_path / "waits.py").write_text(f"import subprocess\nsubprocess.run(['sleep', '{mark}'])\n")
+    ran = start([], [sys.executable, "waits.py"], tmp_path)
+    wait_for(lambda: processes_with(mark))
+    ran.send_signal(number)
+    ran.communicate()
+    assert ran.returncode == status
+    assert not processes_with(mark) and not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_program_without_torch_is_told_so(tmp_path):
+    ran = start([], [sys.executable, "-c", "print(1)"], tmp_path)
+    _, said = ran.communicate()
+    assert ran.returncode == 1 and "no process of it imported torch" in said.splitlines()[-1]
+
+
+def test_the_reason_of_a_failure_is_its_last_error(tmp_path):
+    ran = start([], [sys.executable, "-c", "raise ValueError('no such data set')"], tmp_path)
+    _, said = ran.communicate()
+    assert ran.returncode == 1 and "ValueError: no such data set; its output is in" in said.splitlines()[-1]
+
+
+DDP = """
+import torch
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(8)]))
+optimizer = torch.optim.Adam(model.parameters())
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.exhaustive
+def test_ranks_end_together(tmp_path):
+    (tmp_path / "ranks.py").write_text(DDP)
+    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    flags = ["--json", "--only", "ddp_bucket_view,fused_optimizer"]
+    ran = start(flags, [launcher, "--standalone", "--nproc-per-node", "2", "ranks.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    assert {one["changes"][0] for one in found["changes"]} == {"ddp_bucket_view", "fused_optimizer"}
+    assert all(one["results"]["kind"] in ("same", "within") for one in found["changes"])
+    assert not processes_with(str(tmp_path)) and not processes_with("ranks.py")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+CHECKPOINTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+while True:
+    x = torch.randn(256, 256)
+    for part in model:
+        x = checkpoint(part, x, use_reentrant=False).relu()
+    x.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_checkpointed_program_gives_the_same_losses_with_each_change(tmp_path):
+    (tmp_path / "train.py").write_text(CHECKPOINTED)
+    flags = ["--json", "--only", "no_checkpoint,fused_optimizer,foreach_optimizer"]
+    ran = start(flags, [sys.executable, "train.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    assert {one["changes"][0] for one in found["changes"]} == {*flags[-1].split(",")}
+    assert all(one["results"]["kind"] in ("same", "within") for one in [*found["changes"], *found["several"]])
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "least"), (("gpt", 0.4), ("vit", 0.5), ("llama", 0.4), ("photos", 0.5)))
+def test_programs_become_faster_on_a_gpu(tmp_path, name, least):
+    ran = start(["--json", "--minutes", "4"], [sys.executable, ROOT / f"benchmarks/programs/{name}.py"], tmp_path)
+    printed, said = ran.communicate()
+    assert ran.returncode == 0, said
+    found = json.loads(printed)
+    (together,) = [one for one in (*found["changes"], *found["several"]) if one["changes"] == found["together"]]
+    assert together["saves"] > least
+    assert together["results"]["kind"] in ("same", "within", "not comparable")
+    assert not list((tmp_path / "tmp").iterdir())

@@ -1,0 +1,428 @@
+"""The changes that try-changes makes without an edit of the program: one row each.
+
+The patches themselves are in inside/changes.py, under the same keys. `follows` names the changes of read-trace that a
+key tries, by their ids in --json.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+Place = dict[str, object]  # an object or a call of the program, with its "line" and what is known of it
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What one run showed of the program: the objects that it made and the settings that it uses.
+
+    Each object has its `line`, the line of the program that made or called it, and `through`, the line of a package
+    that did it for the program. world_size: the number of processes that train together.
+    """
+
+    modules: tuple[Place, ...] = ()
+    optimizers: tuple[Place, ...] = ()
+    loaders: tuple[Place, ...] = ()
+    ddp: tuple[Place, ...] = ()
+    checkpoints: tuple[Place, ...] = ()
+    copies: tuple[Place, ...] = ()
+    attention: tuple[Place, ...] = ()
+    zero_grad: tuple[Place, ...] = ()
+    compiled: tuple[Place, ...] = ()
+    torch: str = ""
+    device: str = "cpu"
+    gpu: str = ""
+    capability: tuple[int, ...] = ()
+    hip: bool = False
+    threads: int = 1
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+    world_size: int = 1
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.optimizers)
+
+    @property
+    def convolves(self) -> bool:
+        return any(one.get("convolutions") for one in self.modules)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the program compiles its modules itself."""
+        return bool(self.compiled) or any(one.get("compiled") for one in self.modules)
+
+    @property
+    def torch_version(self) -> tuple[int, int]:
+        major, minor, *_ = (*self.torch.split("."), "0", "0")
+        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One change that can be tried.
+
+    applies: whether there is anything to change. keep: how the program's author keeps it; None if there is no line to
+    name. follows: the ids of read-trace's changes. group: of changes of one group, only one can be made at a time.
+    environment: variables that make the change; nothing is patched then. compiles: whether a run with it compiles.
+    other_numbers: why equal seeds may give other random numbers with it; empty if they may not. usual: whether it
+    hardly ever costs anything, so that it is tried beside others though it saves little alone.
+    """
+
+    key: str
+    title: str
+    applies: Callable[[Seen], bool]
+    keep: Callable[[Seen], str]
+    follows: tuple[str, ...] = ()
+    group: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+    compiles: bool = False
+    other_numbers: str = ""
+    usual: bool = False
+
+    @property
+    def is_patch(self) -> bool:
+        return not self.environment
+
+
+def at(places: Iterable[Place]) -> str:
+    """Return the lines of objects as text: "train.py:31", or "train.py:31 and gan.py:7"; empty without any."""
+    found = []
+    for one in places:
+        through = f" (made by {one['through']})" if one.get("through") else ""
+        if one.get("line") and (text := f"{one['line']}{through}") not in found:
+            found.append(text)
+    return " and ".join(found[:3]) + (" and elsewhere" if len(found) > 3 else "")
+
+
+def _offering(seen: Seen, name: str) -> list[Place]:
+    """Return the optimizers that could be made with this argument and are not."""
+    return [one for one in seen.optimizers if name in one.get("offers", ()) and not one.get(name)]
+
+
+def _fused_applies(seen: Seen) -> bool:
+    # torch 2.4 brought the fused optimizers to the CPU.
+    return any(one.get("device") != "cpu" or seen.torch_version >= (2, 4) for one in _offering(seen, "fused"))
+
+
+def _foreach_applies(seen: Seen) -> bool:
+    # On a GPU, torch uses it unless it is told otherwise.
+    return any(
+        one.get("parameters", 0) > 1
+        and not one.get("fused")
+        and (one.get("device") == "cpu" or one["foreach"] is False)
+        for one in _offering(seen, "foreach")
+    )
+
+
+def _optimizer(name: str) -> Callable[[Seen], str]:
+    def keep(seen: Seen) -> str:
+        made = _offering(seen, name)
+        kinds = dict.fromkeys(str(one["name"]) for one in made)
+        return f"{' and '.join(f'{kind}(…, {name}=True)' for kind in kinds)} at {at(made)}"
+
+    return keep
+
+
+def _compile(mode: str | None) -> Callable[[Seen], str]:
+    argument = f'mode="{mode}"' if mode else ""
+
+    def keep(seen: Seen) -> str:
+        if seen.compiled and mode:
+            return f"torch.compile(…, {argument}) at {at(seen.compiled)}"
+        return f"{_models(seen)}.compile({argument}) before {at(_called(seen))}"
+
+    return keep
+
+
+def _called(seen: Seen) -> Sequence[Place]:
+    """Return the outermost modules with the most parameters of the program: a loss with a weight is not the model."""
+    most = max((one.get("parameters", 0) for one in seen.modules), default=0)
+    return [one for one in seen.modules if one.get("parameters", 0) * 100 >= most]
+
+
+def _models(seen: Seen) -> str:
+    names = list(dict.fromkeys(str(one["name"]) for one in _called(seen)))
+    return f"the {names[0]}" if len(names) == 1 else "each model"
+
+
+def _is_float32(seen: Seen) -> bool:
+    return any(one.get("dtype") == "float32" and not one.get("autocast") for one in seen.modules)
+
+
+def _half_attention(seen: Seen) -> bool:
+    half = ("float16", "bfloat16")
+    return seen.on_gpu and any(one.get("dtype") in half and one.get("device") == "cuda" for one in seen.attention)
+
+
+def _attention(name: str, needs: Callable[[Seen], bool]) -> Candidate:
+    function = {"flash": "FLASH_ATTENTION", "mem_efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}[name]
+    shown = {"flash": "flash attention", "mem_efficient": "memory-efficient attention", "cudnn": "cuDNN's attention"}
+    return Candidate(
+        f"attention_{name}",
+        shown[name],
+        needs,
+        lambda seen: (
+            f"with torch.nn.attention.sdpa_kernel(SDPBackend.{function}) around the call at {at(seen.attention)}"
+        ),
+        follows=("attention_plans",),
+        group="attention",
+    )
+
+
+def _ddp(key: str, title: str, argument: str, applies: Callable[[Place], bool], follows: tuple[str, ...] = ()):
+    return Candidate(
+        key,
+        title,
+        lambda seen: any(applies(one) for one in seen.ddp),
+        lambda seen: f"DistributedDataParallel(…, {argument}) at {at(seen.ddp)}",
+        follows=follows,
+    )
+
+
+def cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _threads(key: str, number: int) -> Candidate:
+    return Candidate(
+        key,
+        f"{number} CPU thread{'s' if number > 1 else ''} for each op",
+        lambda seen: not seen.on_gpu and number != seen.threads and number >= 1,
+        lambda seen: f"OMP_NUM_THREADS={number} in the environment, or torch.set_num_threads({number})",
+        group="threads",
+        environment=(("OMP_NUM_THREADS", str(number)), ("MKL_NUM_THREADS", str(number))),
+    )
+
+
+def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
+    """Return every change that can be tried, those that usually save most first.
+
+    world_size: the number of processes that share this machine's CPUs.
+    """
+    own = max(1, cpus() // max(1, world_size))
+    threads = [("threads_1", 1), ("threads_half", own // 2), ("threads_all", own)]
+    threads = [one for one in threads if one[1] >= 1 and (one[0] == "threads_1" or one[1] > 1)]
+    return (
+        Candidate(
+            "workers",
+            "DataLoader workers",
+            lambda seen: any(one.get("workers", 0) < workers(world_size) for one in seen.loaders),
+            lambda seen: (
+                f"DataLoader(…, num_workers={workers(world_size)}, persistent_workers=True) at {at(seen.loaders)}"
+                + (
+                    "; each worker reads all of an iterable dataset unless it takes its share (get_worker_info)"
+                    if any(one.get("iterable") for one in seen.loaders)
+                    else ""
+                )
+            ),
+            follows=("data_loader", "cpu_tensors", "python"),
+            other_numbers="the workers draw their own random numbers",
+        ),
+        Candidate(
+            "no_checkpoint",
+            "no activation checkpointing",
+            lambda seen: bool(seen.checkpoints),
+            lambda seen: f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}",
+            follows=("no_recompute",),
+        ),
+        Candidate(
+            "tf32",
+            "TF32",
+            lambda seen: (
+                seen.on_gpu and not seen.hip and seen.capability >= (8, 0) and not seen.tf32 and _is_float32(seen)
+            ),
+            lambda seen: 'torch.set_float32_matmul_precision("high")',
+            follows=("tensor_cores", "single_precision"),
+            usual=True,
+        ),
+        Candidate(
+            "fused_optimizer",
+            "fused optimizer",
+            _fused_applies,
+            _optimizer("fused"),
+            follows=("fused_optimizer",),
+            group="optimizer",
+            usual=True,
+        ),
+        Candidate(
+            "compile_reduce_overhead",
+            "torch.compile, reduce-overhead",
+            lambda seen: seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled),
+            _compile("reduce-overhead"),
+            follows=("cuda_graph", "static_cache", "fuse_pointwise"),
+            group="compile",
+            compiles=True,
+            other_numbers="compiled code draws other random numbers",
+        ),
+        Candidate(
+            "foreach_optimizer",
+            "foreach optimizer",
+            _foreach_applies,
+            _optimizer("foreach"),
+            follows=("fused_optimizer",),
+            group="optimizer",
+        ),
+        Candidate(
+            "compile",
+            "torch.compile",
+            lambda seen: bool(seen.modules) and not seen.is_compiled,
+            _compile(None),
+            follows=("fuse_pointwise", "fused_attention", "skip_guards", "python"),
+            group="compile",
+            compiles=True,
+            other_numbers="compiled code draws other random numbers",
+        ),
+        Candidate(
+            "cudnn_benchmark",
+            "cudnn.benchmark",
+            lambda seen: seen.on_gpu and seen.convolves and not seen.cudnn_benchmark,
+            lambda seen: "torch.backends.cudnn.benchmark = True",
+            usual=True,
+        ),
+        Candidate(
+            "channels_last",
+            "channels_last",
+            lambda seen: any(one.get("convolutions") and one.get("four_dimensions") for one in seen.modules),
+            lambda seen: (
+                f"{_models(seen)}.to(memory_format=torch.channels_last), and the same for its images, "
+                f"before {at(_called(seen))}"
+            ),
+            follows=("channels_last", "layout_copies"),
+        ),
+        Candidate(
+            "bf16",
+            "bf16 autocast",
+            _is_float32,
+            lambda seen: (
+                f'with torch.autocast("{seen.device}", dtype=torch.bfloat16) around the call at {at(_called(seen))}'
+            ),
+            follows=("tensor_cores",),
+        ),
+        *(_threads(key, number) for key, number in threads),
+        Candidate(
+            "pin_memory",
+            "pinned memory and non_blocking copies",
+            lambda seen: seen.on_gpu and any(not one.get("pin_memory") for one in seen.loaders),
+            lambda seen: (
+                f"DataLoader(…, pin_memory=True) at {at(seen.loaders)}, and non_blocking=True "
+                f"in the copies at {at(seen.copies)}"
+            ),
+            follows=("overlap_copies",),
+        ),
+        Candidate(
+            "non_blocking",
+            "non_blocking copies",
+            lambda seen: seen.on_gpu and bool(seen.copies) and any(one.get("pin_memory") for one in seen.loaders),
+            lambda seen: f"non_blocking=True in the copies at {at(seen.copies)}",
+            follows=("overlap_copies", "remove_sync"),
+        ),
+        Candidate(
+            "persistent_workers",
+            "persistent workers",
+            lambda seen: any(one.get("workers") and not one.get("persistent") for one in seen.loaders),
+            lambda seen: f"DataLoader(…, persistent_workers=True) at {at(seen.loaders)}",
+            follows=("data_loader",),
+            other_numbers="the workers draw their own random numbers",
+        ),
+        Candidate(
+            "inference_mode",
+            "inference_mode",
+            lambda seen: not seen.trains and any(not one.get("inference") for one in seen.modules),
+            lambda seen: f"with torch.inference_mode() around the call at {at(_called(seen))}",
+            follows=("no_autograd",),
+        ),
+        Candidate(
+            "set_to_none",
+            "gradients set to None",
+            lambda seen: bool(seen.zero_grad),
+            lambda seen: f"zero_grad() without set_to_none=False at {at(seen.zero_grad)}",
+            follows=("no_gradients",),
+        ),
+        _attention("flash", _half_attention),
+        _attention("cudnn", lambda seen: _half_attention(seen) and seen.torch_version >= (2, 5)),
+        _attention("mem_efficient", lambda seen: seen.on_gpu and bool(seen.attention)),
+        _ddp(
+            "ddp_static_graph",
+            "DDP, static graph",
+            "static_graph=True",
+            lambda one: not one.get("static_graph"),
+        ),
+        _ddp(
+            "ddp_bucket_view",
+            "DDP, gradients in the buckets",
+            "gradient_as_bucket_view=True",
+            lambda one: not one.get("gradient_as_bucket_view"),
+        ),
+        _ddp(
+            "ddp_bucket",
+            "DDP, buckets of 100 MB",
+            "bucket_cap_mb=100",
+            lambda one: one.get("bucket_cap_mb") != 100,
+            ("bucket_size", "overlap_communication"),
+        ),
+        _ddp(
+            "ddp_no_buffers",
+            "DDP, own buffers",
+            "broadcast_buffers=False",
+            lambda one: bool(one.get("broadcast_buffers")) and bool(one.get("buffers")),
+            ("keep_buffers",),
+        ),
+        Candidate(
+            "gc_freeze",
+            "garbage collection frozen",
+            lambda seen: True,
+            lambda seen: "gc.collect(); gc.freeze() after the first steps",
+        ),
+        Candidate(
+            "expandable_segments",
+            "expandable segments",
+            lambda seen: seen.on_gpu,
+            lambda seen: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
+            follows=("allocator",),
+            environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
+        ),
+        Candidate(
+            "compile_max_autotune",
+            "torch.compile, max-autotune",
+            lambda seen: seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled),
+            _compile("max-autotune"),
+            follows=("fuse_pointwise", "cuda_graph"),
+            group="compile",
+            compiles=True,
+            other_numbers="compiled code draws other random numbers",
+        ),
+    )
+
+
+def workers(world_size: int = 1) -> int:
+    """Return the number of workers that is tried; inside/changes.py computes the same in the program."""
+    return max(4, min(16, cpus() // max(1, world_size)))
+
+
+def following() -> dict[str, tuple[str, ...]]:
+    """Return the keys that try each change of read-trace, by the change's id."""
+    found: dict[str, tuple[str, ...]] = {}
+    for one in all_candidates():
+        for change in one.follows:
+            found[change] = (*found.get(change, ()), one.key)
+    return found
+
+
+def in_order(candidates: Iterable[Candidate], predicted: Sequence[str]) -> list[Candidate]:
+    """Return the candidates in the order in which a recording proposes them, and then the others.
+
+    Of several that compile, all but the first come last: they take long, and only one of them can be made.
+
+    predicted: the ids of read-trace's changes, most worthwhile first.
+    """
+    rank = {change: number for number, change in reversed(list(enumerate(predicted)))}
+    ordered = sorted(candidates, key=lambda one: min((rank[each] for each in one.follows if each in rank), default=1e9))
+    late = [one for one in ordered if one.compiles][1:]
+    return [one for one in ordered if one not in late] + late

@@ -1,0 +1,185 @@
+"""What a change saves, measured by runs in turn with the program as it is, and how far such a figure can be trusted."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+# Student's t for 95% on both sides, by the degrees of freedom.
+STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+# What two runs of one program usually differ by (one standard deviation) on a machine with nothing else to do and on a
+# busy one, and how many measured differences this knowledge is worth.
+USUAL_NOISE, BUSY_NOISE, USUAL_WORTH = 0.02, 0.15, 3
+WORTH = 0.01  # a smaller saving is called none
+BLOCKS = 5
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """The share of the step that a change saves, and the half width of its 95% interval."""
+
+    share: float
+    plus_minus: float
+
+    @property
+    def helps(self) -> bool:
+        return self.share > max(self.plus_minus, WORTH)
+
+    @property
+    def harms(self) -> bool:
+        return self.share < -max(self.plus_minus, WORTH)
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether more runs would hardly change what is said: the interval is narrow against the saving."""
+        return self.plus_minus < max(0.25 * abs(self.share), WORTH)
+
+
+def step_us(steps: Sequence[float], together: int = 0) -> float:
+    """Return the time of a step (µs): the median of the means of up to five equal blocks of steps.
+
+    A mean holds what only some steps wait for, such as a loader's stall at each fourth step. The median drops the block
+    in which the machine was busy with something else. Fewer than twenty steps are one block.
+
+    together: how many batches a loader's workers prepare at a time. A block has at least as many steps.
+    """
+    count = min(BLOCKS, len(steps) // max(4, together))
+    if count < 3:
+        return statistics.fmean(steps)
+    size = len(steps) // count
+    return statistics.median(statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(count))
+
+
+def spread_of(steps: Sequence[float], together: int = 0) -> float:
+    """Return by which share the blocks of one run differ (one standard deviation); 0 where there are fewer than two.
+
+    Other programs on the machine come and go within a run, too. together: see step_us().
+    """
+    count = min(BLOCKS, len(steps) // max(3, together))
+    if count < 2:
+        return 0.0
+    size = len(steps) // count
+    return statistics.stdev(math.log(statistics.fmean(steps[i * size : (i + 1) * size])) for i in range(count))
+
+
+def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> tuple[float, int]:
+    """Return by which share two runs of the same program differ (one standard deviation), and the degrees of freedom.
+
+    series: the steps (µs) of each program's runs, in the order in which they ran. Only neighbors are compared, because
+    a machine becomes slower or faster over minutes. usual: what they differ by as far as is known without them.
+    """
+    differences = []
+    for runs in series:
+        logs = [math.log(one) for one in runs]
+        differences += [b - a for a, b in itertools.pairwise(logs)]
+    total = USUAL_WORTH * usual**2 + math.fsum(one**2 for one in differences) / 2
+    freedom = USUAL_WORTH + len(differences)
+    return math.sqrt(total / freedom), freedom
+
+
+def saving(pairs: Sequence[tuple[float, float, int]], noise: tuple[float, int]) -> Saving:
+    """Return what a change saves.
+
+    pairs: for each run with the change the step of the runs as it is around it (µs), its own step, and the number of
+    those runs. noise: see noise_of().
+    """
+    share = 1 - math.exp(statistics.fmean(math.log(after / before) for before, after, _ in pairs))
+    deviation, freedom = noise
+    # The runs as it is on both sides of a run are shared with its neighbors, so that they count once.
+    around = min(len(pairs) + 1, sum(number for *_, number in pairs))
+    error = deviation * math.sqrt(1 / len(pairs) + 1 / around)
+    return Saving(share, STUDENTS_T[min(freedom, len(STUDENTS_T)) - 1] * error * (1 - share))
+
+
+def beside(kinds: Sequence[bool], steps: Sequence[float], number: int) -> tuple[float, int]:
+    """Return the step of the runs as it is around run `number` (µs), and how many they are.
+
+    kinds: whether each run was the program as it is. At least one was.
+    """
+    before = next((i for i in range(number - 1, -1, -1) if kinds[i]), None)
+    after = next((i for i in range(number + 1, len(kinds)) if kinds[i]), None)
+    found = [steps[i] for i in (before, after) if i is not None]
+    return math.exp(statistics.fmean(map(math.log, found))), len(found)
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """How far the losses, or the outputs, of a run are from those of the program as it is.
+
+    kind: "same", "within" (as near as runs of the program as it is, or rounding), "off", "not comparable" or "unknown".
+    size: the largest relative difference. compared: how many values or steps.
+    """
+
+    kind: str
+    size: float | None = None
+    compared: int = 0
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.kind in ("within", "off"):
+            figure = f"{self.size:.1%}" if self.size >= 0.001 else f"{self.size:.0e}"
+            return f"{self.kind} {figure}" if self.kind == "within" else f"off by {figure}"
+        return self.kind
+
+
+# Computing in another order, or with TF32, changes a loss by less than this over the steps of a run, and an output by
+# less than the other.
+ROUNDING, OUTPUTS_ROUNDING = 1e-3, 5e-3
+DIFFERS_FROM_ITSELF = 0.05
+TREND = 0.25  # the part of the steps, at the end, whose mean loss is compared if the steps cannot be
+
+
+def losses_differ(as_it_is: Sequence[Sequence[float]], changed: Sequence[float], other_numbers: str = "") -> Difference:
+    """Return how far the losses of a changed run are from those of the program as it is, step by step.
+
+    as_it_is: the losses of each run as it is. other_numbers: why the change may draw other random numbers.
+    """
+    first, *others = as_it_is
+    count = min(len(first), len(changed))
+    if not count:
+        return Difference("unknown")
+    if not all(map(math.isfinite, changed[:count])) and all(map(math.isfinite, first[:count])):
+        return Difference("off", math.inf, count, "the loss is not a number")
+    own = max((_largest(first, one) for one in others), default=0.0)
+    if own > DIFFERS_FROM_ITSELF:
+        return Difference("not comparable", own, count, "the program as it is differs from itself")
+    size = _largest(first, changed)
+    if size == 0:
+        return Difference("same", 0.0, count)
+    if size <= max(ROUNDING, 2 * own):
+        return Difference("within", size, count)
+    if other_numbers and size > ROUNDING:
+        last = max(1, int(count * TREND))
+        before, after = (statistics.fmean(one[count - last : count]) for one in (first, changed))
+        trend = abs(after - before) / max(abs(before), 1e-12)
+        return Difference("not comparable", trend, count, other_numbers)
+    return Difference("off", size, count)
+
+
+def outputs_differ(as_it_is: Sequence[Sequence[float]], changed: Sequence[float]) -> Difference:
+    """Return the relative error of a changed run's output: the norm of the difference by the norm of the output."""
+    first, *others = as_it_is
+    if not first or len(first) != len(changed):
+        return Difference("unknown")
+    own = max((_error(first, one) for one in others if len(one) == len(first)), default=0.0)
+    if own > DIFFERS_FROM_ITSELF:
+        return Difference("not comparable", own, len(first), "the program as it is differs from itself")
+    size = _error(first, changed)
+    if size == 0:
+        return Difference("same", 0.0, len(first))
+    return Difference("within" if size <= max(OUTPUTS_ROUNDING, 2 * own) else "off", size, len(first))
+
+
+def _largest(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the largest difference of two series of losses, divided by the largest loss near it."""
+    found = 0.0
+    for a, b in zip(first, second, strict=False):
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            found = max(found, abs(a - b) / max(abs(a), abs(b), 1e-12))
+    return found
+
+
+def _error(first: Sequence[float], second: Sequence[float]) -> float:
+    norm = math.sqrt(math.fsum(a * a for a in first))
+    return math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(first, second, strict=True))) / (norm or 1e-12)

@@ -1,0 +1,446 @@
+"""Decides which run comes next: each change by itself, those that help together, and each of them left out once."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tracereader.run.candidates import Candidate, Seen, all_candidates, cpus, in_order
+from tracereader.run.runs import Run, run_once
+from tracereader.run.savings import (
+    BUSY_NOISE,
+    USUAL_NOISE,
+    WORTH,
+    Difference,
+    Saving,
+    beside,
+    losses_differ,
+    noise_of,
+    outputs_differ,
+    saving,
+    spread_of,
+)
+
+AS_IT_IS: tuple[str, ...] = ()
+SINGLES = 0.55  # of the time, before those that help are tried together
+LEAST_LIMIT_S, COMPILE_LIMIT_S = 60.0, 240.0
+COMPILE_S = 30.0  # what compiling adds to a run, before one has been seen
+SAVING_S = 2.0  # for ending the last run and printing
+MOST_ROUNDS = 4  # of one change by itself
+BUSY = 0.5  # the load by the number of CPUs, before the first run, from which on figures vary more
+MAY_HELP = 0.03  # a change that may save this much is measured again
+
+
+# What record-trace does unless it is told otherwise.
+RECORD = {
+    "skip": 5, "least": 10, "most": 40, "seconds": 1.0, "active": 3, "record_s": 5, "go_on": False,
+    "shapes": True, "stacks": False, "memory": False,
+}  # fmt: skip
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A change that has no figure, and why."""
+
+    key: str
+    why: str
+
+
+class Session:
+    """The runs so far, in the order in which they ran, and how the next one is made.
+
+    skipped: changes without a run, and why. together: the changes that were chosen. predicted: by the id of
+    read-trace's change, the share of the step that it is predicted to save.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        deadline: float,
+        say: Callable[[str], None],
+        cwd: str | None = None,
+        show: bool = False,
+        step_at: str | None = None,
+    ):
+        self.program, self.environment, self.folder = program, environment, folder
+        self.deadline, self.say, self.cwd, self.show, self.step_at = deadline, say, cwd, show, step_at
+        self.began, self.usual_noise = time.monotonic(), USUAL_NOISE
+        self.runs: list[Run] = []
+        self.failures: dict[tuple[str, ...], str] = {}
+        self.skipped: list[Failed] = []
+        self.together: tuple[str, ...] = ()
+        self.failure, self.made_steps = "", False
+        self.seen = Seen()
+        self.candidates: list[Candidate] = []
+        self.predicted: dict[str, float] = {}
+        self._extra_s: dict[tuple[str, ...], float] = {}
+
+    # What is known.
+
+    @property
+    def as_it_is(self) -> list[Run]:
+        """Return the runs of the program as it is."""
+        return self.of(AS_IT_IS)
+
+    @property
+    def by_key(self) -> dict[str, Candidate]:
+        return {one.key: one for one in self.candidates}
+
+    def of(self, keys: tuple[str, ...]) -> list[Run]:
+        """Return the runs with exactly these changes."""
+        return [one for one in self.runs if one.keys == keys]
+
+    @property
+    def noise(self) -> tuple[float, int]:
+        """Return by which share two equal runs differ, and the degrees of freedom: see noise_of()."""
+        kinds = dict.fromkeys(one.keys for one in self.runs)
+        spreads = [spread_of(one.steps_us, one.stock) ** 2 for one in self.runs]
+        usual = max(self.usual_noise, math.sqrt(sum(spreads) / max(1, len(spreads))))
+        return noise_of([[one.step_us for one in self.of(keys)] for keys in kinds], usual)
+
+    def saving(self, keys: tuple[str, ...], than: tuple[str, ...] = AS_IT_IS) -> Saving | None:
+        """Return what these changes save of the step of other ones; None if one of the two was not measured."""
+        steps = [one.step_us for one in self.runs]
+        kinds = [one.keys == than for one in self.runs]
+        if not any(kinds):
+            return None
+        pairs = []
+        for number, one in enumerate(self.runs):
+            if one.keys == keys:
+                before, count = beside(kinds, steps, number)
+                pairs.append((before, one.step_us, count))
+        return saving(pairs, self.noise) if pairs else None
+
+    def difference(self, keys: tuple[str, ...]) -> Difference:
+        """Return how the losses, or without losses the outputs, differ from those of the program as it is."""
+        run, as_it_is = self.of(keys)[0], self.as_it_is
+        if not as_it_is[0].losses:
+            return outputs_differ([one.outputs for one in as_it_is], run.outputs)
+        why = next((one.other_numbers for key in keys if (one := self.by_key[key]).other_numbers), "")
+        return losses_differ([one.losses for one in as_it_is], run.losses, why)
+
+    def is_equal(self, keys: tuple[str, ...]) -> bool:
+        """Return whether nothing says that these changes give other results."""
+        return self.difference(keys).kind != "off"
+
+    def is_known_to_help(self, key: str) -> bool:
+        """Return whether a change of those together helps alone, or beside the others."""
+        rest = tuple(one for one in self.together if one != key)
+        found = self.saving((key,)), self.saving(self.together, rest) if self.of(rest) else None
+        return any(one is not None and one.helps for one in found)
+
+    # Time.
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic() - SAVING_S
+
+    def expected_s(self, keys: tuple[str, ...] = AS_IT_IS) -> float:
+        """Return how long a run with these changes will take."""
+        usual = sorted(one.seconds for one in self.as_it_is)
+        base = usual[len(usual) // 2] if usual else 10.0
+        compiled = tuple(key for key in keys if self.by_key[key].compiles)
+        if not compiled:
+            return base
+        known = [extra for earlier, extra in self._extra_s.items() if set(compiled) & set(earlier)]
+        return base + (self._extra_s.get(keys) or max(known, default=COMPILE_S))
+
+    def fits(self, *runs: tuple[str, ...]) -> bool:
+        """Return whether the time is enough for these runs."""
+        return sum(map(self.expected_s, runs)) < self.left_s
+
+    def run(self, keys: tuple[str, ...] = AS_IT_IS, look: str = "") -> Run | None:
+        """Run the program with these changes, and return the run; None if it failed. The reason is kept then.
+
+        look: "record" or "measure" for a run that shows what the program is made of, and is not compared with others.
+        """
+        keys = tuple(sorted(keys))
+        compiles = any(self.by_key[key].compiles for key in keys)
+        limit = max(LEAST_LIMIT_S, 5 * self.expected_s()) + COMPILE_LIMIT_S * compiles
+        if not self.as_it_is:
+            limit = self.left_s
+        environment = dict(self.environment)
+        for key in keys:
+            environment |= _joined(environment, self.by_key[key].environment)
+        plan = {
+            **(RECORD if look == "record" else {}),
+            "mode": look or "measure",
+            "changes": [key for key in keys if self.by_key[key].is_patch],
+            "look": bool(look),
+            "step_at": self.step_at,
+        }
+        one = run_once(
+            self.program,
+            plan,
+            environment,
+            self.folder / "run",
+            min(limit, max(1.0, self.left_s)),
+            cwd=self.cwd,
+            show=self.show,
+        )
+        one = msgspec.structs.replace(one, keys=keys, failure=one.failure or self._unapplied(one, keys))
+        if one.failure:
+            self.failures.setdefault(keys, "the time was over" if self.left_s <= 0 else one.failure)
+            self.failure, self.made_steps = one.failure, one.steps > 0
+            return None
+        if compiles:
+            self._extra_s[keys] = max(0.0, one.seconds - self.expected_s())
+        if not look:
+            self.runs.append(one)
+        return one
+
+    def _unapplied(self, one: Run, keys: tuple[str, ...]) -> str:
+        for key in keys:
+            if self.by_key[key].is_patch and not one.applied.get(key):
+                return one.refused.get(key) or "it found nothing to change"
+        return ""
+
+
+def _joined(environment: Mapping[str, str], variables: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the variables, the allocator's options after those that are set already."""
+    found = {}
+    for name, value in variables:
+        before = environment.get(name) if name.endswith("ALLOC_CONF") else None
+        found[name] = f"{before},{value}" if before else value
+    return found
+
+
+def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = ()) -> None:
+    """Run the program until everything is known that the time allows.
+
+    only, without: keys of changes; all that apply are tried without them.
+    """
+    load = os.getloadavg()[0]
+    if load > BUSY * cpus():
+        session.usual_noise = BUSY_NOISE
+        session.say(
+            f"other programs keep this machine busy (load {load:.1f}, {cpus()} CPUs), so that the figures are wide"
+        )
+    first = session.run(look="record")
+    if first is None and session.made_steps:  # such as a program that starts a profiler of its own
+        session.failures.clear()
+        first = session.run(look="measure")
+    if first is None:
+        return
+    session.predicted = predictions(first.trace) if first.trace else {}
+    session.seen = first.seen
+    known = all_candidates(first.seen.world_size)
+    chosen = [one for one in known if (not only or one.key in only) and one.key not in without]
+    session.candidates = in_order([one for one in chosen if one.applies(first.seen)], _by_prediction(session))
+    session.skipped += [Failed(one.key, "nothing in the program to change") for one in chosen if one.key in only]
+    session.skipped = [one for one in session.skipped if one.key not in session.by_key]
+    session.say(_announcement(session, first))
+    if _run(session) is None or not session.candidates:
+        return
+    try:
+        _each_alone(session)
+        _measure_again(session, until=SINGLES + 0.1)
+        _all_together(session)
+        _measure_again(session, until=1.0)
+    finally:  # Ctrl-C ends it at any moment
+        session.together = _best(session)
+
+
+def predictions(trace: str) -> dict[str, float]:
+    """Return what each change is predicted to save, by its id in read-trace: the share of the step."""
+    from tracereader.figures import summarize
+    from tracereader.findings.opportunities import opportunities
+    from tracereader.replay import Refused
+    from tracereader.trace import read
+
+    try:
+        read_ = read(Path(trace))
+        found = opportunities(read_, summarize(read_))
+    except Exception:  # a recording that cannot be read gives no order, and everything is tried all the same
+        return {}
+    if isinstance(found, Refused):
+        return {}
+    ends = {one.change: one.estimated_savings for one in found}
+    return {one.change: sum(ends[one.change]) / 2 if ends[one.change] else one.share for one in found}
+
+
+def _by_prediction(session: Session) -> list[str]:
+    return sorted(session.predicted, key=lambda change: -session.predicted[change])
+
+
+def _announcement(session: Session, first: Run) -> str:
+    titles = ", ".join(one.title for one in session.candidates)
+    if not titles:
+        return "none of the changes applies to this program"
+    number = 2 * len(session.candidates) + 3
+    most = int(session.left_s / max(first.seconds, 1))
+    return (
+        f"a run takes about {first.seconds:.0f} s. About {min(number, most)} runs follow: as it is, and in turn with "
+        f"each of {len(session.candidates)} changes ({titles}). Then those that help run together."
+    )
+
+
+def _told(session: Session, keys: tuple[str, ...], one: Run | None) -> None:
+    name = " + ".join(session.by_key[key].title for key in keys) or "as it is"
+    result = f"{one.step_us / 1e3:.3g} ms a step" if one else session.failures.get(tuple(sorted(keys)), session.failure)
+    session.say(f"{name}: {result} ({(time.monotonic() - session.began) / 60:.1f} min)")
+
+
+def _run(session: Session, keys: tuple[str, ...] = AS_IT_IS) -> Run | None:
+    one = session.run(keys)
+    _told(session, keys, one)
+    return one
+
+
+def _spent(session: Session) -> float:
+    """Return the share of the time that is spent."""
+    now = time.monotonic()
+    return (now - session.began) / max(1e-9, session.deadline - session.began)
+
+
+def _each_alone(session: Session) -> None:
+    """Run with each change by itself. The program as it is runs before each, or before each second or third one."""
+    every = _changes_between(session)
+    since = 0
+    for candidate in session.candidates:
+        keys = (candidate.key,)
+        late = _spent(session) + session.expected_s(keys) / (session.deadline - session.began) > SINGLES + 0.1
+        then = (tuple({*keys, *_helping(session)}), AS_IT_IS)  # those that help must still run together
+        wanted = (keys, *then, *[AS_IT_IS] * (not since)) if len(session.runs) > 1 else (keys,)
+        if (late and len(session.runs) > 1) or not session.fits(*wanted):
+            session.skipped.append(Failed(candidate.key, "no time was left"))
+            continue
+        if since >= every:
+            _run(session)
+            since = 0
+        _run(session, keys)
+        since += 1
+    if since and session.fits(AS_IT_IS):
+        _run(session)
+
+
+def _changes_between(session: Session) -> int:
+    """Return how many changes are measured between two runs of the program as it is."""
+    changed = sum(session.expected_s((one.key,)) for one in session.candidates)
+    usual = session.expected_s() * len(session.candidates)
+    room = SINGLES * (session.deadline - time.monotonic())
+    return next((every for every in (1, 2, 3) if changed + usual / every <= room), 4)
+
+
+def _measure_again(session: Session, until: float) -> None:
+    """Measure again, in turn with the program as it is, what may help and is not clear, the largest saving first."""
+    while _spent(session) < until:
+        unclear = []
+        sets = [(one.key,) for one in session.candidates]
+        if len(session.together) > 1:
+            sets.insert(0, tuple(sorted(session.together)))
+        for keys in sets:
+            number, found = len(session.of(keys)), session.saving(keys)
+            if found is None or number >= MOST_ROUNDS or session.failures.get(keys):
+                continue
+            may_help = found.share + found.plus_minus > MAY_HELP
+            if may_help and not (found.is_clear and (found.helps or found.harms) and number > 1):
+                unclear.append((number, -found.share, keys))
+        if not unclear:
+            return
+        keys = min(unclear)[-1]
+        later = () if session.together else (tuple(_helping(session)), AS_IT_IS)
+        if not session.fits(keys, AS_IT_IS, *later):
+            return
+        if session.runs[-1].keys != AS_IT_IS:
+            _run(session)
+        _run(session, keys)
+        _run(session)
+
+
+def _helping(session: Session) -> list[str]:
+    """Return the changes to try together, the best of each group, the largest saving first.
+
+    They give equal results, and each helps alone, or seems to, or is one that hardly ever costs anything.
+    """
+    found, groups = [], set()
+    alone = [(session.saving((one.key,)), one) for one in session.candidates]
+    alone = [(one, candidate) for one, candidate in alone if one is not None]
+    for single, candidate in sorted(alone, key=lambda pair: -pair[0].share):
+        seems = single.share > max(WORTH, single.plus_minus / 3) or (candidate.usual and not single.harms)
+        if seems and session.is_equal((candidate.key,)) and not (candidate.group and candidate.group in groups):
+            found.append(candidate.key)
+            groups.add(candidate.group)
+    return found
+
+
+def _all_together(session: Session) -> None:
+    """Find the changes that save most together, as far as the time allows."""
+    helping = _helping(session)
+    chosen = helping[:1]
+    if len(helping) > 1 and session.fits(tuple(helping)):
+        chosen = helping if _run(session, tuple(helping)) else _one_after_the_other(session, helping)
+        session.together = tuple(sorted(chosen))
+        if session.fits(AS_IT_IS):
+            _run(session)
+        chosen = _each_left_out(session, chosen)
+    session.together = tuple(sorted(chosen))
+    if chosen:
+        chosen = _each_added(session, chosen)
+        session.together = tuple(sorted(chosen))
+
+
+def _best(session: Session) -> tuple[str, ...]:
+    """Return the changes that were chosen together, or one of them where it saves more; none where nothing helps.
+
+    If none were chosen yet, all that were measured and give equal results count.
+    """
+    sets = [session.together, *((key,) for key in session.together)]
+    if not session.together:
+        sets = [keys for keys in {one.keys for one in session.runs} if keys and session.is_equal(keys)]
+    found = {keys: saved for keys in sets if keys and (saved := session.saving(keys)) is not None and saved.helps}
+    return max(found, key=lambda keys: found[keys].share, default=())
+
+
+def _one_after_the_other(session: Session, helping: Sequence[str]) -> list[str]:
+    """Return the changes that run together, where all of them do not: each is added, and stays if that runs."""
+    chosen = list(helping[:1])
+    for key in helping[1:]:
+        wanted = tuple(sorted([*chosen, key]))
+        if wanted not in session.failures and session.fits(wanted) and _run(session, wanted):
+            chosen.append(key)
+    return chosen
+
+
+def _each_left_out(session: Session, chosen: Sequence[str]) -> list[str]:
+    """Return the changes without those that add nothing to the others."""
+    chosen = list(chosen)
+    for key in reversed(list(chosen)):
+        rest = tuple(sorted(one for one in chosen if one != key))
+        if len(rest) < 1 or not session.fits(rest):
+            continue
+        if len(rest) > 1:
+            _run(session, rest)
+        adds = session.saving(tuple(sorted(chosen)), rest)
+        if adds is not None and adds.share <= max(WORTH, adds.plus_minus / 3) and session.is_equal(rest):
+            chosen.remove(key)
+    return chosen
+
+
+def _each_added(session: Session, chosen: Sequence[str]) -> list[str]:
+    """Return the changes and those that help beside them, though they did not alone: another limit is gone."""
+    chosen = list(chosen)
+    alone = {one.key: session.saving((one.key,)) for one in session.candidates}
+    for candidate in sorted(session.candidates, key=lambda one: -(alone[one.key].share if alone[one.key] else 0.0)):
+        groups = {session.by_key[key].group for key in chosen} - {""}
+        found = alone[candidate.key]
+        if candidate.key in chosen or found is None or found.harms or candidate.group in groups:
+            continue
+        if not session.is_equal((candidate.key,)):
+            continue
+        wanted, now = tuple(sorted([*chosen, candidate.key])), tuple(sorted(chosen))
+        if session.of(wanted) or not session.fits(wanted, now):
+            continue
+        if _run(session, wanted) is None:
+            continue
+        better = session.saving(wanted, now)
+        if better is not None and better.share > 0.5 * better.plus_minus and not better.helps and session.fits(now):
+            _run(session, now)
+            better = session.saving(wanted, now)
+        if better is not None and better.helps and session.is_equal(wanted):
+            chosen.append(candidate.key)
+    return chosen

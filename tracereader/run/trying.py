@@ -1,0 +1,176 @@
+"""Measure what changes of a PyTorch program save, without an edit of its code."""
+
+import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
+
+# isort: split
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tracereader import interrupts
+from tracereader.command import BadInput, OneLineParser, RunFailed, command, printable
+
+DESCRIPTION = """Measure what changes of a PyTorch program save, without an edit of its code.
+
+  try-changes -- python train.py
+  try-changes --minutes 5 --only tf32,fused_optimizer -- python train.py --epochs 1
+  try-changes --list
+
+The program is run again and again, as it is and with a change in turn. Each run ends after a few steps. What the
+program writes, it writes in each run: --env and --cwd can send it elsewhere."""
+
+
+@command
+def main(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    args = _flags(own)
+    from tracereader.run.candidates import all_candidates
+
+    known = {one.key: one for one in all_candidates()}
+    args.only, args.without = _keys("--only", args.only, known), _keys("--without", args.without, known)
+    if args.list:
+        from tracereader.run import tried
+
+        tried.show_list(list(known.values()))
+        return
+    from tracereader.run.program import refuse
+
+    refuse(program, _environment(args).get("PATH"))
+    _try(args, program)
+
+
+def _flags(own: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(prog="try-changes", description=DESCRIPTION, usage="try-changes [flags] -- COMMAND")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=10.0, help="the time that all runs take at most (default 10)"
+    )
+    parser.add_argument("--only", metavar="KEYS", help="try these changes, separated by commas (--list names them)")
+    parser.add_argument("--without", metavar="KEYS", help="leave these changes out")
+    parser.add_argument("--list", action="store_true", help="list the changes that can be tried, and run nothing")
+    parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
+    parser.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help="set a variable in each run")
+    parser.add_argument("--cwd", metavar="FOLDER", help="run the program in this folder")
+    parser.add_argument("--step-at", metavar="NAME", help="what ends a step: an annotation, or a function module:name")
+    parser.add_argument("--output", action="store_true", help="show what the program prints, on stderr")
+    args = parser.parse_args(own)
+    if args.cwd is not None and not Path(args.cwd).is_dir():
+        raise BadInput(f"--cwd {printable(args.cwd)}: no such folder")
+    for one in args.env:
+        if not one.partition("=")[0] or "=" not in one:
+            raise BadInput(f"--env {printable(one)}: write NAME=VALUE")
+    return args
+
+
+def _minutes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not 0.1 <= number <= 24 * 60:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of minutes from 0.1 to 1440")
+    return number
+
+
+def _keys(flag: str, text: str | None, known: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(one.strip() for one in (text or "").split(",") if one.strip())
+    for one in found:
+        if one not in known:
+            raise BadInput(f"{flag} {printable(one)}: no such change (--list names them)")
+    return found
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    return {**os.environ, **dict(one.split("=", 1) for one in args.env)}
+
+
+def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
+    from tracereader.run import runs, tried
+    from tracereader.run.search import Session, search
+
+    say = _speaker()
+    folder = Path(tempfile.mkdtemp(prefix="try-changes-"))
+    runs.adopt_orphans()
+
+    def clean_up() -> None:
+        runs.end_all()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    with interrupts.undone_by(clean_up):
+        try:
+            say(
+                f"runs the program again and again for at most {args.minutes:g} min, as it is and with changes in "
+                "turn. Each run ends after a few steps. Nothing is edited. What it writes, it writes each time."
+            )
+            session = Session(
+                program,
+                _variables(args, folder),
+                folder,
+                time.monotonic() + 60 * args.minutes,
+                say,
+                cwd=args.cwd,
+                show=args.output,
+                step_at=args.step_at,
+            )
+            stopped = None
+            with interrupts.raised():
+                try:
+                    search(session, args.only, args.without)
+                except (KeyboardInterrupt, interrupts.Ended) as signal:
+                    stopped = signal
+            if session.as_it_is:
+                print(tried.as_json(session, program)) if args.json else tried.show(session)
+            if stopped is not None:
+                raise stopped
+            if not session.as_it_is:
+                raise RunFailed(_failed(session, folder))
+        finally:
+            clean_up()
+
+
+def _variables(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Return the environment of each run. Compiled code is kept for the next run, and not among the user's files."""
+    environment = _environment(args)
+    for name, value in (
+        ("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor")),
+        ("TRITON_CACHE_DIR", str(folder / "triton")),
+        ("TORCHINDUCTOR_FX_GRAPH_CACHE", "1"),
+        ("PYTHONHASHSEED", "0"),
+    ):
+        environment.setdefault(name, value)
+    return environment
+
+
+def _failed(session, folder: Path) -> str:
+    """Return why the program as it is could not be measured, and keep its output."""
+    log = folder / "run" / "log"
+    kept = ""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size:
+            handle, name = tempfile.mkstemp(prefix="try-changes-", suffix=".log")
+            with open(handle, "wb") as copy:
+                copy.write(log.read_bytes())
+            kept = f"; its output is in {name}"
+    return f"the program as it is could not be measured: {session.failure}{kept}"
+
+
+def _speaker() -> Callable[[str], None]:
+    def say(text: str) -> None:
+        print(f"try-changes: {printable(text)}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def entry() -> int:
+    """Run the command try-changes and return its exit status."""
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(entry())
