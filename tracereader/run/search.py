@@ -247,8 +247,8 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
 
 def predictions(trace: str) -> dict[str, float]:
     """Return what each change is predicted to save, by its id in read-trace: the share of the step."""
+    from tracereader.changes.catalogue import opportunities
     from tracereader.figures import summarize
-    from tracereader.findings.opportunities import opportunities
     from tracereader.replay import Refused
     from tracereader.trace import read
 
