@@ -736,7 +736,7 @@ while True:
 def test_ranks_end_together(tmp_path):
     (tmp_path / "ranks.py").write_text(DDP)
     launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    flags = ["--json", "--only", "ddp_bucket_view,fused_optimizer"]
+    flags = ["--json", "--minutes", "3", "--only", "ddp_bucket_view,fused_optimizer"]
     ran = start(flags, [launcher, "--standalone", "--nproc-per-node", "2", "ranks.py"], tmp_path)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
@@ -766,7 +766,7 @@ while True:
 @pytest.mark.exhaustive
 def test_a_checkpointed_program_gives_the_same_losses_with_each_change(tmp_path):
     (tmp_path / "train.py").write_text(CHECKPOINTED)
-    flags = ["--json", "--only", "no_checkpoint,fused_optimizer,foreach_optimizer"]
+    flags = ["--json", "--minutes", "3", "--only", "no_checkpoint,fused_optimizer,foreach_optimizer"]
     ran = start(flags, [sys.executable, "train.py"], tmp_path)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said

@@ -69,8 +69,8 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
     share = steady.idle_not_launched_us / summary.steady_us
     return Proposal(
         with_durations(case.graph, case.in_all_steps(longer)),
-        f"the GPU waits for launches for {share:.0%} of the time; the times are for today's batch",
-        "twice as many samples, sequences or requests in one step, if the launches do not grow with them",
+        f"the GPU waits for launches {share:.0%} of the time; the times are for today's batch",
+        "twice as many samples or requests in one step, by as many launches",
         assumed=True,
         shared=2,
     )

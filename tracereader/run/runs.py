@@ -128,7 +128,7 @@ def run_once(
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=program.environment(environment, {"out": str(folder / "traces" / "rank{rank}.json"), **plan}, folder),
+            env=program.environment(environment, {"out": str(folder / "traces" / "trace.json"), **plan}, folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
