@@ -448,6 +448,7 @@ CHANGES = (
         fused_attention,
         _follows_fused_attention,
         on_cpu=fused_attention_on_the_cpu,
+        keys=("compile",),
     ),
     Change(
         "compile_flex",
@@ -478,5 +479,6 @@ CHANGES = (
         attention_plans,
         _follows_attention_plans,
         needs=CUDA,
+        keys=("attention_flash", "attention_cudnn", "attention_mem_efficient"),
     ),
 )

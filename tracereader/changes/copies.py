@@ -313,6 +313,7 @@ CHANGES = (
         overlap_copies,
         _follows_overlap_copies,
         needs=CUDA_OR_HIP,
+        keys=("pin_memory", "non_blocking"),
     ),
     Change(
         "one_copy",
@@ -334,6 +335,7 @@ CHANGES = (
         "the activations fit into memory",
         no_recompute,
         _follows_no_recompute,
+        keys=("no_checkpoint",),
     ),
     Change(
         "allocator",
@@ -342,6 +344,7 @@ CHANGES = (
         allocator,
         _follows_allocator,
         needs=CUDA_OR_HIP,
+        keys=("expandable_segments",),
     ),
     Change(
         "static_inputs",

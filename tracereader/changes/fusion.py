@@ -480,6 +480,7 @@ CHANGES = (
         "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
         fuse_pointwise,
         _follows_fuse_pointwise,
+        keys=("compile_reduce_overhead", "compile", "compile_max_autotune"),
     ),
     Change(
         "recompile",
@@ -496,5 +497,6 @@ CHANGES = (
         skip_guards,
         _follows_skip_guards,
         on_cpu=skip_guards,
+        keys=("compile",),
     ),
 )

@@ -674,6 +674,7 @@ CHANGES = (
         cuda_graph,
         _follows_cuda_graph,
         needs=CUDA_OR_HIP,
+        keys=("compile_reduce_overhead", "compile_max_autotune"),
     ),
     Change(
         "update_graph",

@@ -254,6 +254,7 @@ CHANGES = (
         static_cache,
         _follows_static_cache,
         needs=CUDA_OR_HIP,
+        keys=("compile_reduce_overhead",),
     ),
     Change(
         "merge_adapters",
@@ -276,5 +277,6 @@ CHANGES = (
         "no backward follows outside the trace",
         no_autograd,
         _follows_no_autograd,
+        keys=("inference_mode",),
     ),
 )

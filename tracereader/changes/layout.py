@@ -247,6 +247,7 @@ CHANGES = (
         "convolutions and normalizations themselves take as long",
         channels_last,
         _follows_channels_last,
+        keys=("channels_last",),
     ),
     Change(
         "layout_copies",
@@ -254,6 +255,7 @@ CHANGES = (
         "the next kernel reads the other layout as fast",
         layout_copies,
         _follows_layout_copies,
+        keys=("channels_last",),
     ),
     Change(
         "in_place",

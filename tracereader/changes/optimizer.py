@@ -196,6 +196,7 @@ CHANGES = (
         fused_optimizer,
         _follows_fused_optimizer,
         on_cpu=fused_optimizer_on_the_cpu,
+        keys=("fused_optimizer", "foreach_optimizer"),
     ),
     Change(
         "no_gradients",
@@ -203,5 +204,6 @@ CHANGES = (
         "backward gives each gradient its tensor without a copy",
         no_gradients,
         _follows_no_gradients,
+        keys=("set_to_none",),
     ),
 )

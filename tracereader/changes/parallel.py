@@ -240,6 +240,7 @@ CHANGES = (
         keep_buffers,
         _follows_keep_buffers,
         jobs_followed=sends_no_buffers,
+        keys=("ddp_no_buffers",),
     ),
     Change(
         "reduce_once",

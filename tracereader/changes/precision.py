@@ -251,6 +251,7 @@ CHANGES = (
         tensor_cores,
         follows_tensor_cores,
         needs=CUDA_OR_HIP,
+        keys=("tf32", "bf16"),
     ),
     Change(
         "single_precision",
@@ -258,6 +259,7 @@ CHANGES = (
         "the rates of good products in float32; kernels that move data take half the time",
         single_precision,
         _follows_single_precision,
+        keys=("tf32",),
     ),
     Change(
         "cast_weights",

@@ -121,7 +121,7 @@ class RankCase(msgspec.Struct, frozen=True, dict=True):
 class RankChange(msgspec.Struct, frozen=True):
     """One change of all ranks.
 
-    replayed: returns the rank to replay; None if there is no reason for the change. jobs_followed: see Change.
+    replayed: returns the rank to replay; None if there is no reason for the change. jobs_followed, keys: see Change.
     """
 
     name: str
@@ -129,6 +129,7 @@ class RankChange(msgspec.Struct, frozen=True):
     replayed: Callable[[RanksSummary], RankFigures | None]
     propose: Callable[[RankCase], Proposal | None]
     jobs_followed: Callable[[RanksSummary, RanksSummary], bool] | None = None
+    keys: tuple[str, ...] = ()
 
 
 def can_propose(summary: RanksSummary) -> bool:
@@ -474,8 +475,16 @@ RANK_CHANGES: Sequence[RankChange] = (
         _keeps_pace,
         overlap_communication,
         hides_communication,
+        keys=("ddp_bucket",),
     ),
-    RankChange("bucket_size", "reduce gradients in smaller buckets", _keeps_pace, bucket_size, reduces_in_buckets),
+    RankChange(
+        "bucket_size",
+        "reduce gradients in smaller buckets",
+        _keeps_pace,
+        bucket_size,
+        reduces_in_buckets,
+        keys=("ddp_bucket",),
+    ),
     RankChange("in_two_bytes", "communicate in bf16 instead of float32", _keeps_pace, in_two_bytes, sends_half),
     RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks, evens_out),
     RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches, splits_more),

@@ -162,6 +162,7 @@ CHANGES = (
         "nothing reads the value on the CPU in that step",
         remove_sync,
         _follows_remove_sync,
+        keys=("non_blocking",),
     ),
     Change(
         "anomaly_detection",

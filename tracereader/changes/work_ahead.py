@@ -248,6 +248,7 @@ CHANGES = (
         data_loader,
         _follows_data_loader,
         on_cpu=data_loader,
+        keys=("workers", "persistent_workers"),
     ),
     Change(
         "cpu_tensors",
@@ -255,6 +256,7 @@ CHANGES = (
         "this work can be done ahead",
         cpu_tensors,
         _follows_cpu_tensors,
+        keys=("workers",),
     ),
     Change(
         "python",
@@ -262,5 +264,6 @@ CHANGES = (
         "this work can be done ahead or on another thread",
         python,
         _follows_python,
+        keys=("workers", "compile"),
     ),
 )

@@ -1,11 +1,12 @@
 """The changes that try-changes makes without an edit of the program: one row each.
 
-The patches themselves are in inside/changes.py, under the same keys. `follows` names the changes of read-trace that a
-key tries, by their ids in --json.
+The patches themselves are in inside/changes.py, under the same keys. A change of read-trace names the keys that try it
+in its declaration (tracereader/changes).
 """
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Candidate(msgspec.Struct, frozen=True):
     """One change that can be tried.
 
     applies: whether there is anything to change. keep: how the program's author keeps it; None if there is no line to
-    name. follows: the ids of read-trace's changes. group: of changes of one group, only one can be made at a time.
+    name. group: of changes of one group, only one can be made at a time.
     environment: variables that make the change; nothing is patched then. compiles: whether a run with it compiles.
     other_numbers: why equal seeds may give other random numbers with it; empty if they may not. usual: whether it
     hardly ever costs anything, so that it is tried beside others though it saves little alone.
@@ -75,12 +76,16 @@ class Candidate(msgspec.Struct, frozen=True):
     title: str
     applies: Callable[[Seen], bool]
     keep: Callable[[Seen], str]
-    follows: tuple[str, ...] = ()
     group: str = ""
     environment: tuple[tuple[str, str], ...] = ()
     compiles: bool = False
     other_numbers: str = ""
     usual: bool = False
+
+    @property
+    def follows(self) -> tuple[str, ...]:
+        """Return the ids of read-trace's changes that this one tries."""
+        return tuple(change for change, keys in following().items() if self.key in keys)
 
     @property
     def is_patch(self) -> bool:
@@ -167,18 +172,16 @@ def _attention(name: str, needs: Callable[[Seen], bool]) -> Candidate:
         lambda seen: (
             f"with torch.nn.attention.sdpa_kernel(SDPBackend.{function}) around the call at {at(seen.attention)}"
         ),
-        follows=("attention_plans",),
         group="attention",
     )
 
 
-def _ddp(key: str, title: str, argument: str, applies: Callable[[Place], bool], follows: tuple[str, ...] = ()):
+def _ddp(key: str, title: str, argument: str, applies: Callable[[Place], bool]):
     return Candidate(
         key,
         title,
         lambda seen: any(applies(one) for one in seen.ddp),
         lambda seen: f"DistributedDataParallel(…, {argument}) at {at(seen.ddp)}",
-        follows=follows,
     )
 
 
@@ -222,7 +225,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                     else ""
                 )
             ),
-            follows=("data_loader", "cpu_tensors", "python"),
             other_numbers="the workers draw their own random numbers",
         ),
         Candidate(
@@ -230,7 +232,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "no activation checkpointing",
             lambda seen: bool(seen.checkpoints),
             lambda seen: f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}",
-            follows=("no_recompute",),
         ),
         Candidate(
             "tf32",
@@ -239,7 +240,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 seen.on_gpu and not seen.hip and seen.capability >= (8, 0) and not seen.tf32 and _is_float32(seen)
             ),
             lambda seen: 'torch.set_float32_matmul_precision("high")',
-            follows=("tensor_cores", "single_precision"),
             usual=True,
         ),
         Candidate(
@@ -247,7 +247,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "fused optimizer",
             _fused_applies,
             _optimizer("fused"),
-            follows=("fused_optimizer",),
             group="optimizer",
             usual=True,
         ),
@@ -256,7 +255,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "torch.compile, reduce-overhead",
             lambda seen: seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled),
             _compile("reduce-overhead"),
-            follows=("cuda_graph", "static_cache", "fuse_pointwise"),
             group="compile",
             compiles=True,
             other_numbers="compiled code draws other random numbers",
@@ -266,7 +264,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "foreach optimizer",
             _foreach_applies,
             _optimizer("foreach"),
-            follows=("fused_optimizer",),
             group="optimizer",
         ),
         Candidate(
@@ -274,7 +271,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "torch.compile",
             lambda seen: bool(seen.modules) and not seen.is_compiled,
             _compile(None),
-            follows=("fuse_pointwise", "fused_attention", "skip_guards", "python"),
             group="compile",
             compiles=True,
             other_numbers="compiled code draws other random numbers",
@@ -294,7 +290,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 f"{_models(seen)}.to(memory_format=torch.channels_last), and the same for its images, "
                 f"before {at(_called(seen))}"
             ),
-            follows=("channels_last", "layout_copies"),
         ),
         Candidate(
             "bf16",
@@ -303,7 +298,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda seen: (
                 f'with torch.autocast("{seen.device}", dtype=torch.bfloat16) around the call at {at(_called(seen))}'
             ),
-            follows=("tensor_cores",),
         ),
         *(_threads(key, number) for key, number in threads),
         Candidate(
@@ -314,21 +308,18 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 f"DataLoader(…, pin_memory=True) at {at(seen.loaders)}, and non_blocking=True "
                 f"in the copies at {at(seen.copies)}"
             ),
-            follows=("overlap_copies",),
         ),
         Candidate(
             "non_blocking",
             "non_blocking copies",
             lambda seen: seen.on_gpu and bool(seen.copies) and any(one.get("pin_memory") for one in seen.loaders),
             lambda seen: f"non_blocking=True in the copies at {at(seen.copies)}",
-            follows=("overlap_copies", "remove_sync"),
         ),
         Candidate(
             "persistent_workers",
             "persistent workers",
             lambda seen: any(one.get("workers") and not one.get("persistent") for one in seen.loaders),
             lambda seen: f"DataLoader(…, persistent_workers=True) at {at(seen.loaders)}",
-            follows=("data_loader",),
             other_numbers="the workers draw their own random numbers",
         ),
         Candidate(
@@ -336,14 +327,12 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "inference_mode",
             lambda seen: not seen.trains and any(not one.get("inference") for one in seen.modules),
             lambda seen: f"with torch.inference_mode() around the call at {at(_called(seen))}",
-            follows=("no_autograd",),
         ),
         Candidate(
             "set_to_none",
             "gradients set to None",
             lambda seen: bool(seen.zero_grad),
             lambda seen: f"zero_grad() without set_to_none=False at {at(seen.zero_grad)}",
-            follows=("no_gradients",),
         ),
         _attention("flash", _half_attention),
         _attention("cudnn", lambda seen: _half_attention(seen) and seen.torch_version >= (2, 5)),
@@ -365,14 +354,12 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "DDP, buckets of 100 MB",
             "bucket_cap_mb=100",
             lambda one: one.get("bucket_cap_mb") != 100,
-            ("bucket_size", "overlap_communication"),
         ),
         _ddp(
             "ddp_no_buffers",
             "DDP, own buffers",
             "broadcast_buffers=False",
             lambda one: bool(one.get("broadcast_buffers")) and bool(one.get("buffers")),
-            ("keep_buffers",),
         ),
         Candidate(
             "gc_freeze",
@@ -385,7 +372,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "expandable segments",
             lambda seen: seen.on_gpu,
             lambda seen: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
-            follows=("allocator",),
             environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
         ),
         Candidate(
@@ -393,7 +379,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "torch.compile, max-autotune",
             lambda seen: seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled),
             _compile("max-autotune"),
-            follows=("fuse_pointwise", "cuda_graph"),
             group="compile",
             compiles=True,
             other_numbers="compiled code draws other random numbers",
@@ -406,13 +391,12 @@ def workers(world_size: int = 1) -> int:
     return max(4, min(16, cpus() // max(1, world_size)))
 
 
+@cache
 def following() -> dict[str, tuple[str, ...]]:
-    """Return the keys that try each change of read-trace, by the change's id."""
-    found: dict[str, tuple[str, ...]] = {}
-    for one in all_candidates():
-        for change in one.follows:
-            found[change] = (*found.get(change, ()), one.key)
-    return found
+    """Return the keys that try each change of read-trace, by the change's id; without those that nothing tries."""
+    from tracereader.changes import catalogue, ranks  # slow to import, and not needed for --help
+
+    return {one.name: one.keys for one in (*catalogue.CHANGES, *ranks.RANK_CHANGES) if one.keys}
 
 
 def in_order(candidates: Iterable[Candidate], predicted: Sequence[str]) -> list[Candidate]:
