@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -627,11 +628,17 @@ for x, y in DataLoader(Photos(), batch_size=4, shuffle=True):
 """
 
 
-def start(flags, program, tmp_path, **more):
-    """Start try-changes with its temporary files in tmp_path/tmp, which must be empty when it has ended."""
-    (tmp_path / "tmp").mkdir(exist_ok=True)
+@pytest.fixture
+def scratch():
+    """Return a folder for temporary files, with a short path. It must be empty when try-changes has ended."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        yield Path(folder)
+
+
+def start(flags, program, tmp_path, scratch, **more):
+    """Start try-changes in tmp_path."""
     own = [shutil.which("try-changes", path=str(Path(sys.executable).parent)), *flags, "--", *map(str, program)]
-    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(own, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, **more)
 
@@ -654,10 +661,10 @@ def wait_for(condition, seconds=60):
         time.sleep(0.1)
 
 
-def test_a_loader_that_sleeps_is_fixed_by_workers(tmp_path):
+def test_a_loader_that_sleeps_is_fixed_by_workers(tmp_path, scratch):
     (tmp_path / "train.py").write_text(SLEEPER)
     flags = ["--json", "--minutes", "3", "--only", "workers"]
-    ran = start(flags, [sys.executable, "train.py"], tmp_path)
+    ran = start(flags, [sys.executable, "train.py"], tmp_path, scratch)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
     found = json.loads(printed)
@@ -666,11 +673,11 @@ def test_a_loader_that_sleeps_is_fixed_by_workers(tmp_path):
     assert workers["results"]["kind"] == "same"
     assert found["keep"] == {"workers": "DataLoader(…, num_workers=4, persistent_workers=True) at train.py:16"}
     assert "stays hidden" not in printed + said
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list(scratch.iterdir())
     assert not processes_with(str(tmp_path))
 
 
-def test_a_program_that_hangs_is_ended_with_all_its_processes(tmp_path):
+def test_a_program_that_hangs_is_ended_with_all_its_processes(tmp_path, scratch):
     """Also a process that left its session, and a program that ignores SIGTERM."""
     mark = f"{86400 + os.getpid()}.125"
     (tmp_path / "hangs.py").write_text(
@@ -680,37 +687,37 @@ def test_a_program_that_hangs_is_ended_with_all_its_processes(tmp_path):
         "print('it waits for a server', flush=True)\n"
         "time.sleep(1000)\n"
     )
-    ran = start(["--minutes", "0.1"], [sys.executable, "hangs.py"], tmp_path)
+    ran = start(["--minutes", "0.1"], [sys.executable, "hangs.py"], tmp_path, scratch)
     printed, said = ran.communicate()
     assert ran.returncode == 1 and not printed
     last = said.splitlines()[-1]
     assert "the program as it is could not be measured: no result after" in last
     log = Path(re.search(r"its output is in (\S+)", last)[1])
     assert log.read_text() == "it waits for a server\n"
-    assert list((tmp_path / "tmp").iterdir()) == [log]
+    assert list(scratch.iterdir()) == [log]
     assert not processes_with(mark)
 
 
 @pytest.mark.parametrize(("number", "status"), ((signal.SIGINT, 130), (signal.SIGTERM, 143)))
-def test_a_signal_ends_everything(tmp_path, number, status):
+def test_a_signal_ends_everything(tmp_path, scratch, number, status):
     mark = f"{86400 + os.getpid()}.25{number}"
     (tmp_path / "waits.py").write_text(f"import subprocess\nsubprocess.run(['sleep', '{mark}'])\n")
-    ran = start([], [sys.executable, "waits.py"], tmp_path)
+    ran = start([], [sys.executable, "waits.py"], tmp_path, scratch)
     wait_for(lambda: processes_with(mark))
     ran.send_signal(number)
     ran.communicate()
     assert ran.returncode == status
-    assert not processes_with(mark) and not list((tmp_path / "tmp").iterdir())
+    assert not processes_with(mark) and not list(scratch.iterdir())
 
 
-def test_a_program_without_torch_is_told_so(tmp_path):
-    ran = start([], [sys.executable, "-c", "print(1)"], tmp_path)
+def test_a_program_without_torch_is_told_so(tmp_path, scratch):
+    ran = start([], [sys.executable, "-c", "print(1)"], tmp_path, scratch)
     _, said = ran.communicate()
     assert ran.returncode == 1 and "no process of it imported torch" in said.splitlines()[-1]
 
 
-def test_the_reason_of_a_failure_is_its_last_error(tmp_path):
-    ran = start([], [sys.executable, "-c", "raise ValueError('no such data set')"], tmp_path)
+def test_the_reason_of_a_failure_is_its_last_error(tmp_path, scratch):
+    ran = start([], [sys.executable, "-c", "raise ValueError('no such data set')"], tmp_path, scratch)
     _, said = ran.communicate()
     assert ran.returncode == 1 and "ValueError: no such data set; its output is in" in said.splitlines()[-1]
 
@@ -729,18 +736,18 @@ while True:
 
 
 @pytest.mark.exhaustive
-def test_ranks_end_together(tmp_path):
+def test_ranks_end_together(tmp_path, scratch):
     (tmp_path / "ranks.py").write_text(DDP)
     launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
     flags = ["--json", "--minutes", "3", "--only", "ddp_bucket_view,fused_optimizer"]
-    ran = start(flags, [launcher, "--standalone", "--nproc-per-node", "2", "ranks.py"], tmp_path)
+    ran = start(flags, [launcher, "--standalone", "--nproc-per-node", "2", "ranks.py"], tmp_path, scratch)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
     found = json.loads(printed)
     assert {one["changes"][0] for one in found["changes"]} == {"ddp_bucket_view", "fused_optimizer"}
     assert all(one["results"]["kind"] in ("same", "within") for one in found["changes"])
     assert not processes_with(str(tmp_path)) and not processes_with("ranks.py")
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list(scratch.iterdir())
 
 
 CHECKPOINTED = """
@@ -760,26 +767,28 @@ while True:
 
 
 @pytest.mark.exhaustive
-def test_a_checkpointed_program_gives_the_same_losses_with_each_change(tmp_path):
+def test_a_checkpointed_program_gives_the_same_losses_with_each_change(tmp_path, scratch):
     (tmp_path / "train.py").write_text(CHECKPOINTED)
     flags = ["--json", "--minutes", "3", "--only", "no_checkpoint,fused_optimizer,foreach_optimizer"]
-    ran = start(flags, [sys.executable, "train.py"], tmp_path)
+    ran = start(flags, [sys.executable, "train.py"], tmp_path, scratch)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
     found = json.loads(printed)
     assert {one["changes"][0] for one in found["changes"]} == {*flags[-1].split(",")}
     assert all(one["results"]["kind"] in ("same", "within") for one in [*found["changes"], *found["several"]])
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "least"), (("gpt", 0.4), ("vit", 0.5), ("llama", 0.4), ("photos", 0.5)))
-def test_programs_become_faster_on_a_gpu(tmp_path, name, least):
-    ran = start(["--json", "--minutes", "4"], [sys.executable, ROOT / f"benchmarks/programs/{name}.py"], tmp_path)
+def test_programs_become_faster_on_a_gpu(tmp_path, scratch, name, least):
+    ran = start(
+        ["--json", "--minutes", "4"], [sys.executable, ROOT / f"benchmarks/programs/{name}.py"], tmp_path, scratch
+    )
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
     found = json.loads(printed)
     (together,) = [one for one in (*found["changes"], *found["several"]) if one["changes"] == found["together"]]
     assert together["saves"] > least
     assert together["results"]["kind"] in ("same", "within", "not comparable")
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list(scratch.iterdir())

@@ -26,6 +26,9 @@ The program is run again and again, as it is and with a change in turn. Each run
 program writes, it writes in each run: --env and --cwd can send it elsewhere."""
 
 
+SOCKETS = 64  # the path of a folder for sockets, whose own paths have 108 characters at most
+
+
 @command
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -137,6 +140,11 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
 def _variables(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Return the environment of each run. Compiled code is kept for the next run, and not among the user's files."""
     environment = _environment(args)
+    own = folder / "tmp"
+    if len(str(own)) < SOCKETS:
+        own.mkdir()
+        if not any(one.startswith("TMPDIR=") for one in args.env):  # what a program forgets there goes with the folder
+            environment["TMPDIR"] = str(own)
     for name, value in (
         ("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor")),
         ("TRITON_CACHE_DIR", str(folder / "triton")),
