@@ -104,10 +104,11 @@ def test_every_command_is_one_that_its_program_takes(page, command, scripts, mon
         if not any(part in command for part in ("traces/reference", "tests/traces", "://")):
             cli.main(flags)
             assert "--help lists the flags" not in capsys.readouterr().err
-    elif program == "record-trace":
-        from tracereader.run import record
+    elif program in ("record-trace", "try-changes"):
+        from tracereader.run import record, trying
 
-        record._flags(flags[: flags.index("--")])
+        own = flags[: flags.index("--")] if "--" in flags else flags
+        (record if program == "record-trace" else trying)._flags(own)
     elif Path(program).stem in scripts:
         scripts[Path(program).stem].flags(flags)
     else:
