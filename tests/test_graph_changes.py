@@ -125,7 +125,7 @@ def test_launches_between_the_waits_of_the_loss_stay(name, waiting):
 )
 def test_a_wait_inside_the_model_prevents_its_graphs(tmp_path, name, number, is_proposed):
     """Beside the waits of the loss, each step waits in this op."""
-    found = graphs.cuda_graph(case_of(edited(file_of("masked"), tmp_path, synchronized(name, number))))
+    found = graphs.graph_as_it_is(case_of(edited(file_of("masked"), tmp_path, synchronized(name, number))))
     assert (found is not None) == is_proposed
 
 
@@ -204,8 +204,8 @@ def by_no_op(events):
 
 @pytest.mark.parametrize("edit", [as_another_op, as_a_size, as_copies(11), untied, by_no_op])
 def test_synchronizations_that_may_be_needed_stay(tmp_path, edit):
-    assert graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, edit))) is None
-    assert graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
+    assert graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, edit))) is None
+    assert graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
 
 
 def with_another_op(events):
@@ -233,13 +233,13 @@ def test_inputs_are_padded_only_if_steps_differ_in_nothing_but_recorded_shapes(t
     ]
     assert len(set(map(repr, shapes))) == len(shapes) == 3 and len(set(map(len, shapes))) == 1
     assert priced_changes(file_of("lengths"))["cuda_graph"].title == "pad to fixed shapes, then use CUDA graphs"
-    assert graphs.cuda_graph(case_of(edited(file_of("lengths"), tmp_path, edit))) is None
+    assert graphs.graph_as_it_is(case_of(edited(file_of("lengths"), tmp_path, edit))) is None
 
 
 def test_a_padded_step_takes_as_long_as_the_longest_one():
     case = case_of(file_of("lengths"))
     longest = max(one.gpu_busy_us for one in case.summary.steps)
-    assert graphs.cuda_graph(case).least_us == longest
+    assert graphs.graph_as_it_is(case).least_us == longest
 
 
 def in_one_step(events):
@@ -253,7 +253,7 @@ def in_one_step(events):
 
 
 def test_a_synchronization_that_not_every_step_makes_is_counted_so(tmp_path):
-    found = graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, in_one_step)))
+    found = graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, in_one_step)))
     assert found.evidence.endswith("the CPU waits in cudaDeviceSynchronize once in 1 of 3 steps")
 
 
@@ -266,7 +266,7 @@ def with_shapes_of_values(events):
 
 
 def test_shapes_that_values_of_the_model_may_decide_are_not_padded(tmp_path):
-    assert graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, with_shapes_of_values))) is None
+    assert graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, with_shapes_of_values))) is None
     found = priced_changes(file_of("finetune"))["cuda_graph"]  # this model reads whether its mask has a zero
     assert found.evidence.endswith("with different shapes; the CPU waits in aten::is_nonzero once")
 
@@ -289,7 +289,7 @@ def with_a_slow_first_step(events):
 def test_a_step_that_does_not_count_decides_no_padded_length(tmp_path):
     case = case_of(edited(file_of("lengths"), tmp_path, with_a_slow_first_step))
     assert case.summary.left_out
-    assert graphs.cuda_graph(case).least_us < 1000
+    assert graphs.graph_as_it_is(case).least_us < 1000
 
 
 @pytest.mark.parametrize(("before", "after"), [
@@ -318,10 +318,10 @@ def test_steps_may_differ_outside_forward_and_backward(tmp_path, op, is_proposed
         kernel = next(e for e in events if e.get("cat") == "kernel" and e["args"]["correlation"] in calls)
         kernel["name"] = "another_kernel"
 
-    before = graphs.cuda_graph(case_of(file_of("ema"))).evidence
+    before = graphs.graph_as_it_is(case_of(file_of("ema"))).evidence
     case = case_of(edited(file_of("ema"), tmp_path, another_kernel))
     assert not case.summary.llm.same_in_all_steps
-    found = graphs.cuda_graph(case)
+    found = graphs.graph_as_it_is(case)
     assert (found is not None) is is_proposed
     assert not found or (found.evidence == before and found.title == "replay forward and backward as CUDA graphs")
 
@@ -330,7 +330,7 @@ def test_what_a_program_reads_outside_its_model_stays():
     """A policy acts without gradients before the first forward. Ops that read tokens or results are in no model."""
     assert "cuda_graph" not in priced_changes(file_of("rl"))
     eager = [e for e in raw_events(SYNCS) if e.get("name") == "aten::item"]
-    assert eager and "cuda_graph" not in priced_changes(SYNCS)
+    assert eager and priced_changes(SYNCS)["cuda_graph"].conditional
 
 
 def test_rnns_are_not_told_to_be_compiled(monkeypatch):
@@ -387,7 +387,7 @@ def synchronized(op_name, number):
     ],
 )
 def test_only_waits_outside_forward_and_backward_leave_the_graphs_of_several_passes(tmp_path, op, number, is_proposed):
-    found = graphs.cuda_graph(case_of(edited(file_of("gan"), tmp_path, synchronized(op, number))))
+    found = graphs.graph_as_it_is(case_of(edited(file_of("gan"), tmp_path, synchronized(op, number))))
     assert (found is not None) == is_proposed
     assert not found or re.search(r"; the CPU waits only outside forward and backward, in .*aten::item", found.evidence)
 
@@ -442,7 +442,7 @@ def in_forward(events):
 
 def test_a_wait_before_the_first_backward_may_be_in_forward(tmp_path):
     assert "cuda_graph" in priced_changes(file_of("gan"))
-    assert graphs.cuda_graph(case_of(edited(file_of("gan"), tmp_path, in_forward))) is None
+    assert graphs.graph_as_it_is(case_of(edited(file_of("gan"), tmp_path, in_forward))) is None
 
 
 def in_a_closure(events):
@@ -461,7 +461,7 @@ def gradients_of_gradients(events):
 
 @pytest.mark.parametrize("edit", [in_a_closure, gradients_of_gradients])
 def test_graphs_are_for_models_that_only_the_program_calls_and_that_are_differentiated_once(tmp_path, edit):
-    assert graphs.cuda_graph(case_of(edited(file_of("gan"), tmp_path, edit))) is None
+    assert graphs.graph_as_it_is(case_of(edited(file_of("gan"), tmp_path, edit))) is None
 
 
 def kept_in_one_pass(events):
@@ -482,7 +482,7 @@ def in_a_hook(events):
 
 def test_a_single_pass_has_no_gradients_to_add_to_and_an_optimizer_in_a_hook_adds_none(tmp_path):
     case = case_of(edited(file_of("ema"), tmp_path, kept_in_one_pass))
-    assert "zero_grad(set_to_none=True)" in graphs.cuda_graph(case).how
+    assert "zero_grad(set_to_none=True)" in graphs.graph_as_it_is(case).how
     case = case_of(edited(file_of("ema"), tmp_path, in_a_hook))
     assert not any(map(added_gradients, case.steps))
     assert {len(backward_begins(case.trace, step)) for step in case.steps} == {1}
@@ -532,7 +532,7 @@ def test_without_steps_the_code_between_backward_and_the_next_forward_stays(tmp_
         for mark in raw_steps(events):
             events.remove(mark)
 
-    proposal = graphs.cuda_graph(case_of(edited(file_of("ema"), tmp_path, without_steps)))
+    proposal = graphs.graph_as_it_is(case_of(edited(file_of("ema"), tmp_path, without_steps)))
     assert proposal.evidence.startswith(f"{3 * 135} launches in forward and backward")
 
 

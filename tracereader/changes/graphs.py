@@ -76,7 +76,7 @@ ONLY_COPIES = "; only copies of inputs synchronize between them"
 
 
 def cuda_graph(case: Case) -> Proposal | None:
-    return _graph_as_it_is(case) or _without_obstacles(case)
+    return graph_as_it_is(case) or _without_obstacles(case)
 
 
 def _without_obstacles(case: Case) -> Proposal | None:
@@ -90,6 +90,8 @@ def _without_obstacles(case: Case) -> Proposal | None:
         return None
     if summary.debugging.checked_gradients:
         return None  # each check waits: see anomaly_detection
+    if trains and (case.differentiates_twice or any(one.backward_us for one in summary.training.optimizers)):
+        return None  # graphs of a model cannot hold gradients of gradients, or a model that an optimizer calls
     stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
     waits = list(_waits_before_a_launch(case, case.steps))
     waits = [
@@ -117,7 +119,8 @@ def _without_obstacles(case: Case) -> Proposal | None:
     )
 
 
-def _graph_as_it_is(case: Case) -> Proposal | None:
+def graph_as_it_is(case: Case) -> Proposal | None:
+    """Return a proposal of CUDA graphs that the program can make without removing what its results may need."""
     summary = case.summary
     single = case.is_single  # whether other steps make the same launches is not known
     if summary.chosen.launches < 2 or not can_be_captured(case):
