@@ -23,7 +23,6 @@ from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import (
     CPU_ERROR,
-    REPLAY_ERROR,
     Opportunity,
     Unprofiled,
     is_worth_showing,
@@ -128,7 +127,7 @@ def each_priced(
         if shortens:
             proposal = msgspec.structs.replace(proposal, graph=kept)
         estimates = case.estimates_after(proposal.graph)
-        error = CPU_ERROR if case.is_limited_by_the_cpu else REPLAY_ERROR
+        error = CPU_ERROR if case.is_limited_by_the_cpu else 0.0
         one = priced(change.name, change.title, proposal, unprofiled, estimates, error)
         if shortens or is_worth_showing(one):
             one = msgspec.structs.replace(one, needs_other_ranks=shortens)

@@ -57,8 +57,8 @@ CALLED_ONCE = "torch.cuda.make_graphed_callables if backward follows each call"
 # them: the next replay overwrites them. On an H100, two backward passes and zero_grad(set_to_none=False) gave wrong
 # gradients; torch.compile raised an error. Both were right with zero gradients that were made before.
 OWN_GRADIENTS = (
-    "; backward adds to gradients here: set each .grad to torch.zeros_like(parameter) first and use "
-    "zero_grad(set_to_none=False), or they are wrong (pytorch issue 181723)"
+    "; gradients add up here: first set each .grad to zeros_like(parameter), with zero_grad(set_to_none=False) "
+    "(pytorch issue 181723)"
 )
 # One backward pass has right gradients if they are None before.
 NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (pytorch issue 181723)"

@@ -8,9 +8,9 @@ from tracereader.findings.finding import WORTH_SHOWING
 from tracereader.replay import Graph, cpu_factor, step_us_at
 from tracereader.replay.recorded import TOLERANCE
 
-# A step after a change may take this share more or less than the replay at the ends of the estimate. It is no bound:
-# some measured savings lie outside (benchmarks/scoreboard.py counts them). Where the CPU limits, two processes of the
-# same program alone differ by up to 30%.
+# An estimated range reaches the first share beyond the replayed savings at both ends of the estimate. Where the CPU
+# limits, the step after the change may take the second share more or less, because two processes of the same program
+# alone differ by up to 30%. It is no bound: some measured savings lie outside (benchmarks/scoreboard.py counts them).
 REPLAY_ERROR, CPU_ERROR = 0.02, 0.2
 # What a program may not be able to do stands among the changes as if it saved this share of what it saves.
 CONDITIONAL = 0.5
@@ -100,7 +100,7 @@ def priced(
     proposal: Proposal | None,
     unprofiled: "Unprofiled | None" = None,
     estimates: "Sequence[Unprofiled]" = (),
-    error: float = REPLAY_ERROR,
+    error: float = 0.0,
 ) -> Opportunity | None:
     """Return the opportunity of a proposal; None without a proposal.
 
@@ -142,8 +142,9 @@ def priced(
 
 
 def _with_error(least: float, most: float, error: float) -> tuple[float, float]:
-    """Return the range of saved shares if the step after the change takes up to this share more or less."""
-    return max(0.0, 1 - (1 - least) * (1 + error)), min(1.0, 1 - (1 - most) * (1 - error))
+    """Return the range of saved shares, also if the step after the change takes up to this share more or less."""
+    low, high = 1 - (1 - least) * (1 + error), 1 - (1 - most) * (1 - error)
+    return max(0.0, low - REPLAY_ERROR), min(1.0, high + REPLAY_ERROR)
 
 
 def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: float) -> float:

@@ -100,7 +100,7 @@ def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
     If the step has several, each gets an equal share of the parameters. Their sum does not depend on who has how many.
     """
     tensors = _parameters_with_gradients(step) or prices.PARAMETERS
-    each = prices.AROUND if fused else prices.FOREACH_TENSOR
+    each = prices.FUSED_TENSOR if fused else prices.FOREACH_TENSOR
     return (prices.CALL + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
 
 

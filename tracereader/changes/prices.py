@@ -2,7 +2,7 @@
 
 All CPU times are those while the profiler records. replay/changes.py has those of a CUDA graph's launch, which is part
 of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` was within 30% for the same pairs after
-18 prices of CPU work had become 9, and 8 rates of kernels 6.
+18 prices of CPU work had become 10, and 8 rates of kernels 6.
 """
 
 # CPU time in launches (Case.launch_us: the lower quartile of the step's own calls that launch a kernel), because CPUs
@@ -11,8 +11,10 @@ of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` 
 # optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
 CALL = 8.5
 # The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
-# for a parameter, 0.8 to 1.7 for a tensor of a fused optimizer (15 recordings), 0.75 to 1.45 for autograd's record.
+# for a parameter.
 AROUND = 2
+# A tensor of a fused optimizer: 0.8 to 1.7 (15 recordings).
+FUSED_TENSOR = 1.4
 # A tensor of a foreach optimizer: 0.8 to 1.6 with SGD, 5 to 8 with AdamW, which reads each tensor's count of steps.
 FOREACH_TENSOR = 4
 # A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
