@@ -4,7 +4,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from tracereader.changes import prices
 from tracereader.changes.change import Change
@@ -21,7 +21,7 @@ from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted
 from tracereader.replay import Graph, fused, with_durations, without_cpu_time
-from tracereader.trace import Op, Step
+from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.op_names import EMPTY, SLICES
 
@@ -49,8 +49,8 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
     """Return a proposal to double the batch where the GPU waits for launches for most of the time.
 
     The launches take the CPU as long for twice the batch. What the CPU computes itself grows with it, so that none of
-    the step may be such work. Each activity on the GPU takes twice as long, but for the optimizer's
-    and the collectives, whose sizes are those of the parameters.
+    the step may be such work. Each activity on the GPU takes twice as long, except for the optimizer's and the
+    collectives, whose sizes are those of the parameters.
     """
     summary = case.summary
     steady = summary.steady
@@ -61,18 +61,13 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
     if any(cpu_stretches(step) or pauses(step) for step in case.steps):
         return None
     updates = case.launched_in(OPTIMIZER)
-    longer = {
-        work: 2 * one.us
-        for work, one, _ in case.activities
-        if id(work) not in updates and one.family != "communication"
-    }
+    as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}
     share = steady.idle_not_launched_us / summary.steady_us
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(longer)),
+    return _doubled(
+        case,
+        as_long,
         f"the GPU waits for launches {share:.0%} of the time; the times are for today's batch",
         "twice as many samples or requests in one step, by as many launches",
-        assumed=True,
-        shared=2,
     )
 
 
@@ -87,15 +82,18 @@ def _twice_the_rows(case: Case) -> Proposal | None:
     reads = {work for work, one, _ in case.activities if one.product and one.product.m in few}
     if not reads or sum(work.us for work in reads) < MOSTLY * case.summary.summed_us:
         return None
-    longer = {work: 2 * one.us for work, one, _ in case.activities if work not in reads}
-    rows = min(few)
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(longer)),
-        f"{counted(len(reads), 'product')} of {counted(rows, 'row')} or more read weights for most of their time",
+    return _doubled(
+        case,
+        reads,
+        f"{counted(len(reads), 'product')} of {counted(min(few), 'row')} or more read weights for most of their time",
         "process twice as many sequences in one step; the times are for today's batch",
-        assumed=True,
-        shared=2,
     )
+
+
+def _doubled(case: Case, as_long: Container[Work], evidence: str, how: str) -> Proposal:
+    """Return the proposal to double the batch. as_long: the typical step's activities that it does not make longer."""
+    longer = {work: 2 * one.us for work, one, _ in case.activities if work not in as_long}
+    return Proposal(with_durations(case.graph, case.in_all_steps(longer)), evidence, how, assumed=True, shared=2)
 
 
 def _calls_as_one(case: Case) -> Proposal | None:

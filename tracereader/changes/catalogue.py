@@ -115,6 +115,7 @@ def each_priced(
     unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
     found = []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
+    error = CPU_ERROR if case.is_limited_by_the_cpu else 0.0
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")
@@ -127,7 +128,6 @@ def each_priced(
         if shortens:
             proposal = msgspec.structs.replace(proposal, graph=kept)
         estimates = case.estimates_after(proposal.graph)
-        error = CPU_ERROR if case.is_limited_by_the_cpu else 0.0
         one = priced(change.name, change.title, proposal, unprofiled, estimates, error)
         if shortens or is_worth_showing(one):
             one = msgspec.structs.replace(one, needs_other_ranks=shortens)

@@ -93,10 +93,8 @@ def _without_obstacles(case: Case) -> Proposal | None:
     if trains and (case.differentiates_twice or any(one.backward_us for one in summary.training.optimizers)):
         return None  # graphs of a model cannot hold gradients of gradients, or a model that an optimizer calls
     stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
-    waits = list(_waits_before_a_launch(case, case.steps))
-    waits = [
-        op for op in waits if not any(above in stays.get(id(step), ()) for step in case.steps for above in op.above())
-    ]
+    kept = {id(op) for some in stays.values() for op in some}
+    waits = [op for op in _waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]
     without = Case(case.trace, summary, without_waits(case.graph, waits))
     runs = {key: list(filter(_is_long, some)) for key, some in _runs(without, stays).items()}
     captured = len(_captured(runs, case.replayed))

@@ -13,6 +13,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, same_heavy, the_same_work
 from tracereader.figures.gpu_time import is_python, python_in
 from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.phases import kept_by_step
 from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import duration, listed
@@ -103,6 +104,7 @@ class _Stretch(NamedTuple):
     ops: list[Op]
 
 
+@kept_by_step
 def cpu_stretches(step: Step) -> list[_Stretch]:
     """Return the stretches of a step in which the CPU only runs ops that use no GPU and do not communicate.
 
@@ -175,6 +177,7 @@ def python(case: Case) -> Proposal | None:
     )
 
 
+@kept_by_step
 def pauses(step: Step) -> list[tuple[int, int, str, str]]:
     """Return the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
 

@@ -21,14 +21,17 @@ FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "Dat
 T = TypeVar("T")
 
 
-def kept_by_step(function: Callable[[Trace, Step], T]) -> Callable[[Trace, Step], T]:
-    """Return the function with its result kept by the step, which belongs to one trace. Several changes ask for it."""
+def kept_by_step(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function with its result kept by the step, its last argument. Several changes ask for it.
+
+    The function's other argument may be the trace, because a step belongs to one trace.
+    """
 
     @wraps(function)
-    def kept(trace: Trace, step: Step) -> T:
-        results = vars(step)
+    def kept(*trace_and_step: Trace | Step) -> T:
+        results = vars(trace_and_step[-1])
         if function.__name__ not in results:
-            results[function.__name__] = function(trace, step)
+            results[function.__name__] = function(*trace_and_step)
         return results[function.__name__]
 
     return kept
