@@ -78,7 +78,7 @@ def searched(monkeypatch):
 MODEL = {"name": "Net", "line": "train.py:20", "dtype": "float32", "device": "cpu", "parameters": 10}
 OPTIMIZER = {"name": "AdamW", "line": "train.py:9", "offers": ["fused", "foreach"], "parameters": 4, "device": "cpu"}
 LOADER = {"line": "train.py:12", "workers": 0}
-ON_CPU = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), torch="2.15.0", threads=4)
+ON_CPU = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), torch="2.15.0", threads=4, workers=4)
 
 
 def test_the_change_that_saves_most_is_named_first_and_those_that_help_are_combined(searched):

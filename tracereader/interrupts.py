@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 STATUSES = {
@@ -120,7 +120,7 @@ def not_ending() -> contextlib.AbstractContextManager:
 
 def raised() -> contextlib.AbstractContextManager[None]:
     """Make signals raise KeyboardInterrupt or Ended inside this context."""
-    return _handled_by(_raise)
+    return handled_by(_raise)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def held() -> Iterator[None]:
     """Delay signals until this context ends."""
     came = []
     try:
-        with _handled_by(lambda number, frame: came.append(number)):
+        with handled_by(lambda number, frame: came.append(number)):
             yield
     finally:
         for number in came:
@@ -142,10 +142,11 @@ def _raise(number: int, frame: object) -> None:
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable) -> Iterator[None]:
+def handled_by(handler: Callable, numbers: Iterable[int] = STATUSES) -> Iterator[None]:
+    """Answer these signals with a handler inside this context. One that is ignored stays ignored."""
     before = {}
     if threading.current_thread() is threading.main_thread():  # no other may set handlers, or gets signals
-        for number in STATUSES:
+        for number in numbers:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, handler)
     try:

@@ -17,7 +17,8 @@ class Seen(msgspec.Struct, frozen=True):
     """What one run showed of the program: the objects that it made and the settings that it uses.
 
     Each object has its `line`, the line of the program that made or called it, and `through`, the line of a package
-    that did it for the program. world_size: the number of processes that train together.
+    that did it for the program. world_size: the number of processes that train together. workers: how many workers of a
+    DataLoader are tried.
     """
 
     modules: tuple[Place, ...] = ()
@@ -38,6 +39,7 @@ class Seen(msgspec.Struct, frozen=True):
     tf32: bool = False
     cudnn_benchmark: bool = False
     world_size: int = 1
+    workers: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -142,6 +144,23 @@ def _compile(mode: str | None) -> Callable[[Seen], str]:
     return keep
 
 
+def _compiled(key: str, title: str, mode: str | None = None) -> Candidate:
+    def applies(seen: Seen) -> bool:
+        if mode is None:
+            return bool(seen.modules) and not seen.is_compiled
+        return seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled)
+
+    return Candidate(
+        key,
+        title,
+        applies,
+        _compile(mode),
+        group="compile",
+        compiles=True,
+        other_numbers="compiled code draws other random numbers",
+    )
+
+
 def _called(seen: Seen) -> Sequence[Place]:
     """Return the outermost modules with the most parameters of the program: a loss with a weight is not the model."""
     most = max((one.get("parameters", 0) for one in seen.modules), default=0)
@@ -216,9 +235,9 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         Candidate(
             "workers",
             "DataLoader workers",
-            lambda seen: any(one.get("workers", 0) < workers(world_size) for one in seen.loaders),
+            lambda seen: any(one.get("workers", 0) < seen.workers for one in seen.loaders),
             lambda seen: (
-                f"DataLoader(…, num_workers={workers(world_size)}, persistent_workers=True) at {at(seen.loaders)}"
+                f"DataLoader(…, num_workers={seen.workers}, persistent_workers=True) at {at(seen.loaders)}"
                 + (
                     "; each worker reads all of an iterable dataset unless it takes its share (get_worker_info)"
                     if any(one.get("iterable") for one in seen.loaders)
@@ -250,15 +269,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             group="optimizer",
             usual=True,
         ),
-        Candidate(
-            "compile_reduce_overhead",
-            "torch.compile, reduce-overhead",
-            lambda seen: seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled),
-            _compile("reduce-overhead"),
-            group="compile",
-            compiles=True,
-            other_numbers="compiled code draws other random numbers",
-        ),
+        _compiled("compile_reduce_overhead", "torch.compile, reduce-overhead", "reduce-overhead"),
         Candidate(
             "foreach_optimizer",
             "foreach optimizer",
@@ -266,15 +277,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             _optimizer("foreach"),
             group="optimizer",
         ),
-        Candidate(
-            "compile",
-            "torch.compile",
-            lambda seen: bool(seen.modules) and not seen.is_compiled,
-            _compile(None),
-            group="compile",
-            compiles=True,
-            other_numbers="compiled code draws other random numbers",
-        ),
+        _compiled("compile", "torch.compile"),
         Candidate(
             "cudnn_benchmark",
             "cudnn.benchmark",
@@ -374,21 +377,8 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda seen: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
             environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
         ),
-        Candidate(
-            "compile_max_autotune",
-            "torch.compile, max-autotune",
-            lambda seen: seen.on_gpu and bool(seen.modules) and not any(one.get("mode") for one in seen.compiled),
-            _compile("max-autotune"),
-            group="compile",
-            compiles=True,
-            other_numbers="compiled code draws other random numbers",
-        ),
+        _compiled("compile_max_autotune", "torch.compile, max-autotune", "max-autotune"),
     )
-
-
-def workers(world_size: int = 1) -> int:
-    """Return the number of workers that is tried; inside/changes.py computes the same in the program."""
-    return max(4, min(16, cpus() // max(1, world_size)))
 
 
 @cache

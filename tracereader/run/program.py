@@ -21,6 +21,25 @@ LAST = "cm"  # what follows these belongs to the program
 PYTHON = re.compile(r"^(python|pypy)[\d.]*t?(\.exe)?$")
 
 
+# The plan of a recording, unless the user or the caller says otherwise.
+RECORDING = {
+    "skip": 5, "least": 10, "most": 40, "seconds": 1.0, "active": 4, "record_s": 10, "go_on": False,
+    "shapes": True, "stacks": False, "memory": False,
+}  # fmt: skip
+
+
+def split(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return the flags before "--" and the program's command after it. argv: sys.argv's without None."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+def say(name: str, text: str) -> None:
+    """Print a line of the command with this name to stderr."""
+    print(f"{name}: {printable(text)}", file=sys.stderr, flush=True)
+
+
 def environment(base: Mapping[str, str], plan: Mapping[str, object], folder: Path) -> dict[str, str]:
     """Write the plan to the folder of results, and return the environment in which the command follows it.
 

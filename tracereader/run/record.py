@@ -1,6 +1,6 @@
 """Record a good trace of a PyTorch program, without a change of its code."""
 
-import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
+from tracereader import interrupts  # first, so that Ctrl-C is answered from here on
 
 # isort: split
 import argparse
@@ -39,8 +39,7 @@ NO_STEP = "no optimizer made a step and no module was called; name what ends a s
 
 @command
 def main(argv=None):
-    argv = list(sys.argv[1:] if argv is None else argv)
-    own, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, words = program.split(argv)
     args = _flags(own)
     program.refuse(words, program.search_path(os.environ))
     out = _out(args.out, words)
@@ -56,13 +55,21 @@ def main(argv=None):
 
 
 def _flags(own: Sequence[str]) -> argparse.Namespace:
+    usual = program.RECORDING
     parser = OneLineParser(prog="record-trace", description=DESCRIPTION, usage="record-trace [flags] -- COMMAND")
     parser.add_argument("--out", metavar="FILE", help="the trace (default: NAME_trace.json.gz, after the program)")
-    parser.add_argument("--skip", type=not_negative, default=5, help="warm-up steps at least (default 5)")
-    parser.add_argument("--timed", type=positive, default=10, help="steps to time without the profiler (default 10)")
-    parser.add_argument("--active", type=positive, default=4, help="steps to record (default 4; the first is slower)")
+    parser.add_argument("--skip", type=not_negative, default=usual["skip"], help="warm-up steps at least (default 5)")
     parser.add_argument(
-        "--seconds", type=positive, default=10, help="record at most so long where steps of two kinds alternate"
+        "--timed", type=positive, default=usual["least"], help="steps to time without the profiler (default 10)"
+    )
+    parser.add_argument(
+        "--active", type=positive, default=usual["active"], help="steps to record (default 4; the first is slower)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=usual["record_s"],
+        help="record at most so long where steps of two kinds alternate",
     )
     parser.add_argument(
         "--step-at", metavar="NAME", help="what ends a step: an annotation, or a function as module:function"
@@ -106,9 +113,10 @@ def _name(words: Sequence[str]) -> str:
 def _run(words: Sequence[str], args: argparse.Namespace, folder: Path, out: Path) -> int:
     """Run the command with its own streams and signals, and return its status; 0 if it was ended after its steps."""
     plan = {
-        "mode": "record", "changes": None, "skip": args.skip, "least": args.timed, "most": 4 * args.timed,
-        "seconds": 1.0, "step_at": args.step_at, "active": args.active, "record_s": args.seconds, "go_on": args.go_on,
-        "shapes": not args.no_shapes, "stacks": args.stacks, "memory": args.memory, "out": str(out),
+        **program.RECORDING, "mode": "record", "changes": None, "skip": args.skip, "least": args.timed,
+        "most": 4 * args.timed, "step_at": args.step_at, "active": args.active, "record_s": args.seconds,
+        "go_on": args.go_on, "shapes": not args.no_shapes, "stacks": args.stacks, "memory": args.memory,
+        "out": str(out),
     }  # fmt: skip
     environment = program.environment(os.environ, plan, folder)
     try:
@@ -125,8 +133,7 @@ def _own_signals() -> None:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def _forwarded(process: subprocess.Popen):
+def _forwarded(process: subprocess.Popen) -> contextlib.AbstractContextManager[None]:
     """Hand signals on to the program. A terminal's Ctrl-C reaches it without us."""
 
     def hand_on(number: int, frame: object) -> None:
@@ -135,16 +142,7 @@ def _forwarded(process: subprocess.Popen):
         with contextlib.suppress(OSError):
             process.send_signal(number)
 
-    before = {}
-    for name in FORWARDED:
-        number = getattr(signal, name)
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, hand_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return interrupts.handled_by(hand_on, [getattr(signal, name) for name in FORWARDED])
 
 
 def _in_foreground() -> bool:
@@ -222,7 +220,7 @@ def _by(status: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"record-trace: {printable(text)}", file=sys.stderr, flush=True)
+    program.say("record-trace", text)
 
 
 def _read(traces: Sequence[str]) -> None:

@@ -44,11 +44,8 @@ def step_us(steps: Sequence[float], together: int = 0) -> float:
 
     together: how many batches a loader's workers prepare at a time. A block has at least as many steps.
     """
-    count = min(BLOCKS, len(steps) // max(4, together))
-    if count < 3:
-        return statistics.fmean(steps)
-    size = len(steps) // count
-    return statistics.median(statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(count))
+    blocks = _blocks(steps, max(4, together))
+    return statistics.median(blocks) if len(blocks) >= 3 else statistics.fmean(steps)
 
 
 def spread_of(steps: Sequence[float], together: int = 0) -> float:
@@ -56,11 +53,15 @@ def spread_of(steps: Sequence[float], together: int = 0) -> float:
 
     Other programs on the machine come and go within a run, too. together: see step_us().
     """
-    count = min(BLOCKS, len(steps) // max(3, together))
-    if count < 2:
-        return 0.0
-    size = len(steps) // count
-    return statistics.stdev(math.log(statistics.fmean(steps[i * size : (i + 1) * size])) for i in range(count))
+    blocks = _blocks(steps, max(3, together))
+    return statistics.stdev(map(math.log, blocks)) if len(blocks) >= 2 else 0.0
+
+
+def _blocks(steps: Sequence[float], least: int) -> list[float]:
+    """Return the means of up to five equal blocks of steps, each with at least so many steps."""
+    count = min(BLOCKS, len(steps) // least)
+    size = len(steps) // count if count else 0
+    return [statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(count)]
 
 
 def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> tuple[float, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.run.candidates import Candidate, Seen, all_candidates, cpus, in_order
+from tracereader.run.program import RECORDING
 from tracereader.run.runs import Run, run_once
 from tracereader.run.savings import (
     BUSY_NOISE,
@@ -33,12 +34,8 @@ MOST_ROUNDS = 4  # of one change by itself
 BUSY = 0.5  # the load by the number of CPUs, before the first run, from which on figures vary more
 MAY_HELP = 0.03  # a change that may save this much is measured again
 
-
-# What record-trace does unless it is told otherwise.
-RECORD = {
-    "skip": 5, "least": 10, "most": 40, "seconds": 1.0, "active": 3, "record_s": 5, "go_on": False,
-    "shapes": True, "stacks": False, "memory": False,
-}  # fmt: skip
+# The first run records the program, in less time than record-trace takes.
+RECORD = {**RECORDING, "active": 3, "record_s": 5}
 
 
 class Failed(msgspec.Struct, frozen=True):

@@ -26,9 +26,12 @@ def saved_text(found: Saving) -> str:
     return f"within noise ({plus_minus})" if found.plus_minus > 0.01 else "none"
 
 
-def predicted(session: Session, candidate: Candidate) -> float | None:
-    """Return the largest saving that read-trace predicts for what this change does; None without one."""
-    return max((session.predicted[one] for one in candidate.follows if one in session.predicted), default=None)
+def predicted(session: Session, keys: tuple[str, ...]) -> float | None:
+    """Return the largest saving that read-trace predicts for what a single change does; None without one."""
+    if len(keys) != 1:
+        return None
+    follows = session.by_key[keys[0]].follows
+    return max((session.predicted[one] for one in follows if one in session.predicted), default=None)
 
 
 def _name(session: Session, keys: tuple[str, ...]) -> str:
@@ -69,8 +72,7 @@ def show(session: Session) -> None:
     usual = session.as_it_is
     steps = [_step(session, keys) for keys in (AS_IT_IS, *singles, *several)]
     unit, shown = in_one_unit(steps)
-    predictions = [predicted(session, one) for one in session.candidates]
-    has_predictions = any(one is not None for one in predictions)
+    has_predictions = any(predicted(session, (one.key,)) is not None for one in session.candidates)
     has_memory = any(one.peak_bytes for one in usual)
     with_losses = bool(usual[0].losses)
     compared = max((session.difference(keys).compared for keys in (*singles, *several)), default=0)
@@ -83,7 +85,7 @@ def show(session: Session) -> None:
                 [_name_of_usual(session), step, "", *([""] * has_predictions), "", *[_memory(usual)] * has_memory]
             )
             continue
-        guess = predicted(session, session.by_key[keys[0]]) if len(keys) == 1 else None
+        guess = predicted(session, keys)
         rows.append(
             [
                 _name(session, keys),
@@ -190,7 +192,6 @@ def as_json(session: Session, program: Sequence[str]) -> str:
 
 def _row(session: Session, keys: tuple[str, ...]) -> dict:
     found, difference = session.saving(keys), session.difference(keys)
-    guess = predicted(session, session.by_key[keys[0]]) if len(keys) == 1 else None
     return {
         "changes": list(keys),
         "title": _name(session, keys).strip(),
@@ -199,7 +200,7 @@ def _row(session: Session, keys: tuple[str, ...]) -> dict:
         "plus_minus": found.plus_minus,
         "verdict": "helps" if found.helps else "harms" if found.harms else "within noise",
         "results": _difference(difference),
-        "predicted": guess,
+        "predicted": predicted(session, keys),
         **_runs(session, keys),
     }
 

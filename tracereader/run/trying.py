@@ -10,11 +10,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tracereader import interrupts
 from tracereader.command import BadInput, OneLineParser, RunFailed, command, printable
+from tracereader.run.program import refuse, say, split
 
 DESCRIPTION = """Measure what changes of a PyTorch program save, without an edit of its code.
 
@@ -31,8 +33,7 @@ SOCKETS = 64  # the path of a folder for sockets, whose own paths have 108 chara
 
 @command
 def main(argv=None):
-    argv = list(sys.argv[1:] if argv is None else argv)
-    own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, program = split(argv)
     args = _flags(own)
     from tracereader.run.candidates import all_candidates
 
@@ -43,8 +44,6 @@ def main(argv=None):
 
         tried.show_list(list(known.values()))
         return
-    from tracereader.run.program import refuse
-
     refuse(program, _environment(args).get("PATH"))
     _try(args, program)
 
@@ -97,7 +96,7 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
     from tracereader.run import runs, tried
     from tracereader.run.search import Session, search
 
-    say = _speaker()
+    tell = partial(say, "try-changes")
     folder = Path(tempfile.mkdtemp(prefix="try-changes-"))
     runs.adopt_orphans()
 
@@ -107,7 +106,7 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
 
     with interrupts.undone_by(clean_up):
         try:
-            say(
+            tell(
                 f"runs the program again and again for at most {args.minutes:g} min, as it is and with changes in "
                 "turn. Each run ends after a few steps. Nothing is edited. What it writes, it writes each time."
             )
@@ -116,7 +115,7 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
                 _variables(args, folder),
                 folder,
                 time.monotonic() + 60 * args.minutes,
-                say,
+                tell,
                 cwd=args.cwd,
                 show=args.output,
                 step_at=args.step_at,
@@ -166,13 +165,6 @@ def _failed(session, folder: Path) -> str:
                 copy.write(log.read_bytes())
             kept = f"; its output is in {name}"
     return f"the program as it is could not be measured: {session.failure}{kept}"
-
-
-def _speaker() -> Callable[[str], None]:
-    def say(text: str) -> None:
-        print(f"try-changes: {printable(text)}", file=sys.stderr, flush=True)
-
-    return say
 
 
 def entry() -> int:

@@ -74,6 +74,7 @@ class Changes:
                 "capability": list(torch.cuda.get_device_capability()) if cuda else [],
                 "hip": bool(getattr(torch.version, "hip", None)),
                 "threads": torch.get_num_threads(),
+                "workers": workers(),
                 "tf32": self._tf32(),
                 "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
             },

@@ -177,13 +177,7 @@ class Recording:
             return start(one, *args, **kwargs)
 
         watched.__wrapped__ = start
-        setattr(kind, name, watched)
-
-        def back():
-            if getattr(kind, name) is watched:
-                setattr(kind, name, start)
-
-        self.undo.append(back)
+        self.undo.append(self.session.load("steps").patched(kind, name, watched))
 
     def _unwatch(self):
         while self.undo:

@@ -10,10 +10,8 @@ import sys
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _PLAN = "TRACEREADER_PLAN"
-_QUIET = (
-    "KINETO_LOG_LEVEL",
-    "0099",
-)  # or the profiler prints to stderr; written so that no user's value is taken for it
+# Without it the profiler prints to stderr. It is written so that no user's value is taken for it.
+_QUIET = ("KINETO_LOG_LEVEL", "0099")
 
 
 def _load(name):

@@ -4,6 +4,7 @@ With an optimizer's step; where nothing is trained, with the outermost call of a
 Several optimizers (or modules) that take turns make one step: it ends with the last one of the turn.
 """
 
+import functools
 import sys
 import threading
 import time
@@ -57,7 +58,7 @@ class Steps:
         self.waits = True  # for the optimizers to make a step
         self.began = time.monotonic()
         self.busy = threading.local()
-        self.classes = set()
+        self.classes, self.module_undo = set(), []
         self.module_calls = 0
         self.with_parameters = weakref.WeakKeyDictionary()
 
@@ -103,14 +104,7 @@ class Steps:
         self.classes.clear()
 
     def _patch(self, owner, name, new):
-        own = name in vars(owner)
-        old = getattr(owner, name)
-        setattr(owner, name, new)
-
-        def back():
-            if vars(owner).get(name) is new:  # or somebody else has patched it since
-                setattr(owner, name, old) if own else delattr(owner, name)
-
+        back = patched(owner, name, new)
         self.undo.append(back)
         return back
 
@@ -148,10 +142,10 @@ class Steps:
 
         __call__.__wrapped__ = call
         back = self._patch(kind, "__call__", __call__)
-        self.module_undo = [*getattr(self, "module_undo", ()), back]
+        self.module_undo.append(back)
 
     def _forget_modules(self):
-        for back in getattr(self, "module_undo", ()):
+        for back in self.module_undo:
             back()
             self.undo.remove(back)
         self.module_undo = []
@@ -265,17 +259,26 @@ class Steps:
         if not callable(function):
             return False
 
+        @functools.wraps(function, updated=())
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
             self.ended()
             return result
 
-        for attribute in ("__module__", "__name__", "__qualname__", "__doc__", "__dict__"):
-            if hasattr(function, attribute) and attribute != "__dict__":
-                setattr(call, attribute, getattr(function, attribute))
-        call.__wrapped__ = function
         self._patch(owner, name, call)
         return True
+
+
+def patched(owner, name, new):
+    """Set an attribute of a class or a module, and return the function that takes that back."""
+    own, old = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, new)
+
+    def back():
+        if vars(owner).get(name) is new:  # or somebody else has patched it since
+            setattr(owner, name, old) if own else delattr(owner, name)
+
+    return back
 
 
 def _is_compiling(torch):
