@@ -66,8 +66,8 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
     return _doubled(
         case,
         as_long,
-        f"the GPU waits for launches {share:.0%} of the time; the times are for today's batch",
-        "twice as many samples or requests in one step, by as many launches",
+        f"the GPU waits for launches {share:.0%} of the time",
+        "process twice as many samples in one step, with no more launches",
     )
 
 
@@ -86,14 +86,16 @@ def _twice_the_rows(case: Case) -> Proposal | None:
         case,
         reads,
         f"{counted(len(reads), 'product')} of {counted(min(few), 'row')} or more read weights for most of their time",
-        "process twice as many sequences in one step; the times are for today's batch",
+        "process twice as many sequences in one step",
     )
 
 
 def _doubled(case: Case, as_long: Container[Work], evidence: str, how: str) -> Proposal:
     """Return the proposal to double the batch. as_long: the typical step's activities that it does not make longer."""
     longer = {work: 2 * one.us for work, one, _ in case.activities if work not in as_long}
-    return Proposal(with_durations(case.graph, case.in_all_steps(longer)), evidence, how, assumed=True, shared=2)
+    graph = with_durations(case.graph, case.in_all_steps(longer))
+    evidence += "; the time after it is half a step of twice the batch"
+    return Proposal(graph, evidence, how, assumed=True, shared=2)
 
 
 def _calls_as_one(case: Case) -> Proposal | None:
