@@ -8,12 +8,11 @@ compiled.
 """
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from raw_events import end, raw_steps, raw_work
+from raw_events import end, raw_steps
 from test_graph_changes import BACKWARD, in_step, launches_in
 from test_later_workloads import case_of, edited
 from test_opportunities import priced_changes, raw_events
@@ -62,7 +61,7 @@ def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(b
 
 
 def test_equal_passes_on_slices_are_computed_at_once():
-    """Of 24 passes the first one differs, because its gradients are new. What follows the first equal one is gone."""
+    """All passes but the last one are gone, with their backward."""
     events, mark = typical_step("loops/passes")
     slices = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::slice"]
     first_of_batch = sorted(
@@ -70,15 +69,9 @@ def test_equal_passes_on_slices_are_computed_at_once():
     )
     assert first_of_batch == list(range(24))
     starts = sorted(min(e["ts"] for e in slices if e["args"]["Concrete Inputs"][2] == str(k)) for k in first_of_batch)
-    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")]
-    launching = {e["args"]["correlation"]: e["ts"] for e in in_step(events, mark, "cuda_runtime", "cuda_driver")
-                 if "correlation" in e["args"]}  # fmt: skip
-    launched = [launching[e["args"]["correlation"]] for e in work if e["args"]["correlation"] in launching]
-    each = {sum(a <= ts < b for ts in launched) for a, b in pairwise(starts[1:])}
     one = priced_changes(file_of("loops/passes"))["larger_batch"]
-    assert each == {35} and "24 passes of forward and backward" in one.evidence
-    assert "23 of them launch 35 GPU activities each" in one.evidence
-    assert one.saves_us == pytest.approx(starts[-1] - starts[1], rel=0.1)  # 22 passes
+    assert one.evidence.startswith("24 passes compute with one part of a tensor of 24 each")
+    assert one.saves_us == pytest.approx(starts[-1] - starts[0], rel=0.1)
 
 
 def same_slices(events):
@@ -164,12 +157,8 @@ def test_a_loop_over_images_is_proposed_as_one_batch():
     """Without the profiler it took 8.9 to 9.2 ms, and 0.37 to 0.39 as one batch."""
     events, mark = typical_step("loops/images")
     parts = {e["args"]["Concrete Inputs"][2] for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::select"}
-    work = raw_work(events, mark)
-    each = next(n for n in range(1, 20) if all(a["name"] == b["name"] for a, b in zip(work, work[n:-1], strict=False)))
     one = priced_changes(file_of("loops/images"))["larger_batch"]
-    assert one.evidence.startswith(
-        f"{len(parts)} passes compute with one sample of a batch each, and launch {each} GPU"
-    )
+    assert one.evidence.startswith(f"{len(parts)} passes compute with one of the {len(parts)} parts of a tensor each")
     assert one.how.startswith("if no pass needs another one's result")
     resized = sorted(e["ts"] for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::_upsample_bilinear2d_aa")
     assert one.saves_us == pytest.approx(resized[-1] - resized[0], rel=0.1)
@@ -178,7 +167,7 @@ def test_a_loop_over_images_is_proposed_as_one_batch():
 
 
 @pytest.mark.parametrize(("edit", "proposed"), [
-    (slices_of(1), True), (slices_of(2), False), (renamed_ops("aten::_upsample", "aten::mul"), False),
+    (slices_of(1), True), (slices_of(2), True), (renamed_ops("aten::_upsample", "aten::mul"), True),
     (along_the_second_dimension, False), (numbers, False), (without_places, False),
     (renamed_ops("aten::div_", "aten::batch_norm", [""] * 5 + ["False"]), True),
     (renamed_ops("aten::div_", "aten::batch_norm", [""] * 5 + ["True"]), False),

@@ -35,6 +35,7 @@ from tracereader.replay import (
     fused,
     spans_of,
     with_cpu_time,
+    with_durations,
     without_cpu_time,
     without_ops,
     without_work,
@@ -50,6 +51,13 @@ SAFE_SOFTMAX = "_safe_softmax"
 # training. With 256 keys it took 5.7 ms instead of 10.2, 5.9 instead of 8.4 and 11.7 instead of 16.5; with 1,024 keys
 # 28 instead of 146, and 114 instead of 348 in training (the same machine).
 LEAST_KEYS, LEAST_KEYS_IN_TRAINING = 256, 512
+# Fused attention whose fourth input is a mask.
+MASK_IS_FOURTH = (
+    "aten::_cudnn_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+)
 DROPS = ("aten::native_dropout", "aten::bernoulli_")
 
 
@@ -269,6 +277,50 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
     return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)
 
 
+def no_mask_tensor(case: Case) -> Proposal | None:
+    """Return a proposal to compute fused attention without a mask that is a tensor of queries x keys.
+
+    Without it, forward and backward take the time of a good kernel for the whole matrix of scores.
+    """
+    if case.peaks is None:
+        return None
+    shorter, made, good, masks = {}, {}, 0.0, Counter()
+    computed, backward = set(), []
+    for work, one, op in case.activities:
+        if op is None:
+            continue
+        if one.family != "attention":
+            # A mask of booleans becomes one of numbers in each call.
+            if one.family == "pointwise" and any(above.name == SDPA for above in op.above()):
+                made[work] = 0.0
+        elif in_backward(op):
+            backward.append((work, one.us, op))
+        elif one.attention and op.name in MASK_IS_FOURTH and len(mask := op.inputs.dims_at(3) or ()) > 1:
+            us = one.attention.flops / (prices.ATTENTION * case.peaks.bf16) / 1e6
+            if 1 not in mask[-2:] and type_of(op) in TWO_BYTES and us < one.us:
+                shorter[work] = us
+                good += prices.BACKWARD_FLOPS * us
+                masks[tuple(mask[-2:])] += one.us
+                computed.add(tuple(op.inputs.dims[0]))
+    backward = [(work, us) for work, us, op in backward if tuple(op.inputs.dims_at(0) or ()) in computed]
+    takes = sum(us for _, us in backward)
+    calls, before = len(shorter), sum(masks.values()) + takes
+    shorter |= made
+    shorter |= {work: us * min(1.0, good / takes) for work, us in backward}
+    if not calls:
+        return None
+    queries, keys = masks.most_common(1)[0][0]
+    also = " with their backward" if backward else ""
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(shorter)),
+        f"{counted(calls, 'call')} of fused attention{also} read a mask of {queries:,} x {keys:,} and take "
+        f"{duration(before)}",
+        "is_causal=True for a causal mask; a block mask of torch.nn.attention.flex_attention for another one; none if "
+        "nothing is padded",
+        assumed=True,
+    )
+
+
 def mask_once(case: Case) -> Proposal | None:
     if not case.has(("aten::tril", "aten::triu").__contains__):
         return None
@@ -456,6 +508,12 @@ CHANGES = (
         "the rate of a good attention kernel; no pair of a query and a key is masked",
         compile_flex,
         _follows_compile_flex,
+    ),
+    Change(
+        "no_mask_tensor",
+        "compute attention without a mask tensor",
+        "the rate of a good attention kernel for the whole matrix of scores",
+        no_mask_tensor,
     ),
     Change(
         "mask_once",

@@ -1,26 +1,20 @@
 """Changes that give each launch more work: a larger batch, equal operations as one, and equal passes as one."""
 
 import bisect
-import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 
 from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case, Entry
+from tracereader.changes.equal_passes import loops, passes_at_once
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import as_one_kernel_us, moving_us
+from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import LEFT, products, same_flops
-from tracereader.changes.vetoes import BATCH_NORM
 from tracereader.changes.work_ahead import cpu_stretches, pauses
-from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import backward_begins, in_backward
-from tracereader.figures.repeats import repeated_names
 from tracereader.figures.side import Side
-from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted
-from tracereader.replay import Graph, fused, with_durations, without_cpu_time
+from tracereader.replay import with_durations
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.op_names import EMPTY, SLICES
@@ -38,7 +32,7 @@ LEAST_DIMS = 3
 
 
 def larger_batch(case: Case) -> Proposal | None:
-    return _calls_as_one(case) or _passes_as_one(case) or _samples_as_one(case)
+    return _calls_as_one(case) or passes_at_once(case)
 
 
 def double_batch(case: Case) -> Proposal | None:
@@ -58,8 +52,8 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if any(cpu_stretches(step) or pauses(step) for step in case.steps):
-        return None
+    if any(cpu_stretches(step) or pauses(step) for step in case.steps) or loops(case.trace, case.step):
+        return None  # each sample of a loop has launches of its own
     updates = case.launched_in(OPTIMIZER)
     as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}
     share = steady.idle_not_launched_us / summary.steady_us
@@ -178,132 +172,6 @@ def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
 def _stacks(entry: Entry) -> bool:
     _, _, op = entry
     return op is not None and op.name == "aten::cat"
-
-
-def _passes_as_one(case: Case) -> Proposal | None:
-    """Return a proposal to compute equal passes of forward and backward, each on a slice of the batch, as one.
-
-    The iterations of an attack, each of which needs the one before it, take no slices of their own. Whether a pass
-    needs another one's state is not recorded. A batch norm computes other statistics of the whole batch.
-    """
-    begins = backward_begins(case.trace, case.step)
-    if len(begins) < MANY_PASSES or case.summary.waits_for != "overhead" or not _take_slices(case.step, begins):
-        return None
-    if case.has(lambda name: BATCH_NORM in name):
-        return None
-    if any(one.start < begins[-1].start for one in labels(case.step, OPTIMIZER)):
-        return None  # a pass needs the weights that the one before it updates
-    repeat = next((one for one in case.summary.repeats if len(begins) - 1 <= one.times <= len(begins)), None)
-    if repeat is None or repeat.replays or not _are_equal(repeat.places, case.summary.gpu_work):
-        return None
-    idle = 1 - case.summary.busy_share
-    same = f"launch {counted(repeat.pieces, 'GPU activity', 'GPU activities')} each"
-    if repeat.times < len(begins):
-        same = f"{repeat.times} of them {same}"
-    return Proposal(
-        _at_once(case, repeat.places),
-        f"{len(begins)} passes of forward and backward take a slice of a batch each; {same}; the GPU is idle for "
-        f"{idle:.0%} of the time",
-        "if no pass needs another one's result and all activations fit into memory, give the model the whole batch at "
-        "once; if each sample's own gradient is needed, torch.func.vmap(grad(…))",
-        assumed=True,
-        title="compute equal passes at once",
-    )
-
-
-def _take_slices(step: Step, begins: Sequence[Op]) -> bool:
-    """Return whether each pass takes a slice that no other pass takes. begins: the first node of each backward pass."""
-    starts = [op.start for op in begins]
-    taken: list[set[tuple]] = [set() for _ in begins]
-    for op in step.named(SLICES.__contains__):
-        place = bisect.bisect_right(starts, op.start)
-        if place < len(taken) and op.inputs.concrete and not in_backward(op):
-            taken[place].add((op.name, tuple(op.inputs.concrete)))
-    passes = Counter(one for some in taken for one in some)
-    return all(any(passes[one] == 1 for one in some) for some in taken)
-
-
-def _samples_as_one(case: Case) -> Proposal | None:
-    """Return a proposal to compute a loop over the samples of a batch at once, in a step without backward.
-
-    A recurrent loop over time also takes parts of a tensor, and each pass needs the one before it. So the passes have
-    to compute with images, or with slices of length one that keep the dimension of the batch.
-    """
-    if case.trace.trains or case.summary.waits_for != "overhead":
-        return None
-    samples, keeps = _samples(case.step)
-    if samples < MANY_PASSES or not (keeps or case.has(lambda name: name.startswith(OF_IMAGES))):
-        return None
-    if any(op.inputs.concrete[5:6] != ["False"] for op in case.step.named("aten::batch_norm".__eq__)):
-        return None  # in training, a batch norm computes other statistics of the whole batch
-    found = repeated_names([one.name for one in case.step.work])
-    if found is None or not samples - 1 <= found[2] <= samples:
-        return None
-    start, pieces, times = found
-    places = [range(at, at + pieces) for at in range(start, start + pieces * times, pieces)]
-    if not _are_equal(places, case.summary.gpu_work):
-        return None
-    return Proposal(
-        _at_once(case, places),
-        f"{samples} passes compute with one sample of a batch each, and launch "
-        f"{counted(pieces, 'GPU activity', 'GPU activities')} each; the GPU is idle for "
-        f"{1 - case.summary.busy_share:.0%} of the time",
-        "if no pass needs another one's result and the memory allows, compute the whole batch at once",
-        assumed=True,
-        title="compute equal passes at once",
-    )
-
-
-def _samples(step: Step) -> tuple[int, bool]:
-    """Return how many parts of one tensor a step takes along its first dimension, and whether these keep the dimension.
-
-    The largest number of parts counts. Numbers are no samples, such as the times of a diffusion model's iterations.
-    """
-    taken: dict[tuple, set[str]] = defaultdict(set)
-    for op in step.named(("aten::select", "aten::slice").__contains__):
-        dims, (dim, *place) = op.inputs.dims[:1], op.inputs.concrete[1:4] or [""]
-        keeps = op.name == "aten::slice"
-        if dim != "0" or not dims or len(dims[0]) < LEAST_DIMS - keeps or not place:
-            continue
-        if not keeps or _is_of_one(place):
-            taken[op.name, tuple(dims[0])].add(place[0])
-    (name, _), parts = max(taken.items(), key=lambda entry: len(entry[1]), default=(("", ()), set()))
-    return len(parts), name == "aten::slice"
-
-
-def _is_of_one(place: Sequence[str]) -> bool:
-    return len(place) == 2 and all(map(IS_INDEX, place)) and int(place[1]) - int(place[0]) == 1
-
-
-def _at_once(case: Case, passes: Sequence[Sequence[int]]) -> Graph:
-    """Return the graph in which these passes are one. passes: the positions of each one's activities in the step."""
-    groups = []
-    for places in zip(*passes, strict=True):
-        one = case.summary.gpu_work[places[0]]
-        groups.append(([case.step.work[place] for place in places], _batched_us(case, one, len(places))))
-    spans = []
-    for here in case.counterparts:
-        first, *_, last = [[here.get(case.step.work[place]) for place in places] for places in passes]
-        if None not in (*first, *last):
-            calls = [[one.launch.outermost_call() for one in some if one.launch is not None] for some in (first, last)]
-            ends = [max(op.end for op in ops) for ops in calls]
-            spans += [(track, *ends) for track in case.graph.threads]
-    return without_cpu_time(fused(case.graph, case.groups_in_all_steps(groups)), spans)
-
-
-def _are_equal(passes: Sequence[Sequence[int]], work: Sequence[GpuWork]) -> bool:
-    """Return whether the activities of all passes have the same grids, and none communicates."""
-    return all(
-        work[first].family != "communication" and all(work[place].grid == work[first].grid for place in others)
-        for first, *others in zip(*passes, strict=True)
-    )
-
-
-def _batched_us(case: Case, one: GpuWork, count: int) -> float:
-    """Return the time (µs) of one kernel for as much work as so many of these kernels."""
-    together = as_one_kernel_us(case, [one.us] * count, count * math.prod(one.grid or [0]))
-    least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
-    return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
 
 
 def _follows_larger_batch(before: Side, after: Side) -> bool:

@@ -13,6 +13,7 @@ from tracereader.changes import (
     graphs,
     inference,
     layout,
+    less_data,
     optimizer,
     parallel,
     precision,
@@ -24,7 +25,6 @@ from tracereader.changes.context import Case
 from tracereader.changes.opportunity import (
     CPU_ERROR,
     Opportunity,
-    Unprofiled,
     is_worth_showing,
     priced,
     worth_showing,
@@ -51,6 +51,7 @@ CHANGES = (
     *fusion.CHANGES,
     *attention.CHANGES,
     *layout.CHANGES,
+    *less_data.CHANGES,
     *precision.CHANGES,
     *copies.CHANGES,
     *parallel.CHANGES,
@@ -112,7 +113,7 @@ def each_priced(
     trace is of one rank of many. Its collectives may have waited for the other ranks, and the wait would be in another
     collective then. So no collective becomes shorter.
     """
-    unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
+    unprofiled = case.unprofiled
     found = []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
     error = CPU_ERROR if case.is_limited_by_the_cpu else 0.0

@@ -18,7 +18,7 @@ from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.finding import WORTH_SHOWING
 from tracereader.findings.recording import cpu_shares, estimate_us, may_lengthen, recording_matters
-from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time
+from tracereader.replay import Graph, fused, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import INDUCTORS_CALL
@@ -121,6 +121,19 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         if not self.is_limited_by_the_cpu:
             return ()
         return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimate_us(self.summary))
+
+    @cached_property
+    def unprofiled(self) -> Unprofiled | None:
+        """Return the step without the profiler; None if the run did not measure it.
+
+        Where the GPU's work limits that step, its time does not show how much CPU time it needs. That is the middle of
+        the estimate then, if it is less.
+        """
+        known = Unprofiled.of(self.graph, self.summary.unprofiled_step_us)
+        if known is None or self.summary.waits_for not in ("compute", "memory", "gpu"):
+            return known
+        factor = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
+        return Unprofiled(known.step_us, factor, known.step_us / step_us_at(self.graph, factor))
 
     @property
     def is_limited_by_the_cpu(self) -> bool:

@@ -17,6 +17,8 @@ AROUND = 2
 FUSED_TENSOR = 1.4
 # A tensor of a foreach optimizer: 0.8 to 1.6 with SGD, 5 to 8 with AdamW, which reads each tensor's count of steps.
 FOREACH_TENSOR = 4
+# A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
+SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
 # A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
 PASS = 100
 
@@ -37,6 +39,8 @@ CONVOLUTION, ATTENTION = 0.3, 0.45
 BANDWIDTH = 0.85
 # µs. Products with little arithmetic: 2.9 to 6.7 in bf16, 3.8 to 4.9 in TF32 (12 sizes); the shortest kernels: 1.
 SMALL_PRODUCT_US, LEAST_KERNEL_US = 4.0, 1.0
+# The share of a sort's time that topk takes: 0.3 for 256 of 128,256 values in 32 rows (one recording).
+TOPK = 0.3
 # How many times as long a kernel takes that is not made for its case: products of rows that are not aligned 5.7 and 6.4
 # ("odd_width", "gpt2"), attention in fp32 6.5 and 8.8 times as long as in bf16.
 OF_A_GOOD_KERNEL = 5

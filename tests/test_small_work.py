@@ -1,0 +1,161 @@
+"""Loops over small work, and kernels that read more than is used: benchmarks/pairs/loops.py, recorded on an H100.
+
+Without the profiler the steps took, before and after the change: acting_agent 47.1 and 0.77 ms, detection_loss 39.6 and
+2.1, expert_layers 12.1 and 1.4, image_patches 7.8 and 0.30, pooled_texts 6.0 and 0.30 (all samples at once);
+masked_decoder 14.6 and 11.5, padded_encoder 6.8 and 5.6, windowed_texts 15.0 and 9.6 (no mask tensor); nucleus_sampling
+1.0 and 0.51, ranked_items 1.2 and 0.45, top_p_filter 0.48 and 0.55 (topk first); item_embeddings 8.0 and 2.7,
+word_vectors 1.8 and 0.98 (sparse gradients).
+"""
+
+import math
+from collections import Counter
+
+import pytest
+from conftest import ROOT
+from raw_events import raw_steps
+from test_graph_changes import in_step
+from test_later_workloads import edited
+from test_opportunities import priced_changes, raw_events
+
+from tracereader.figures import summarize
+from tracereader.trace import read
+
+PAIRS = ROOT / "benchmarks/pairs"
+MEASURED_MS = {
+    "acting_agent": (47.1, 0.77), "detection_loss": (39.6, 2.1), "expert_layers": (12.1, 1.44),
+    "image_patches": (7.8, 0.30), "pooled_texts": (6.0, 0.30),
+}  # fmt: skip
+
+
+def base(program):
+    return PAIRS / program / "base.json.gz"
+
+
+def typical(program):
+    events, number = raw_events(base(program)), summarize(read(base(program))).chosen.number
+    return events, next(one for one in raw_steps(events) if one["name"] == f"ProfilerStep{number}")
+
+
+def numbers_of(ops, name, place):
+    """Return the different numbers at a place of an op's arguments."""
+    return {e["args"]["Concrete Inputs"][place] for e in ops if e["name"] == name and e["args"]["Input Dims"][0]}
+
+
+@pytest.mark.parametrize("program", MEASURED_MS)
+def test_a_loop_over_small_work_is_proposed_to_be_computed_at_once(program):
+    before, after = MEASURED_MS[program]
+    one = priced_changes(base(program))["larger_batch"]
+    assert one.share == pytest.approx(1 - after / before, abs=0.11)
+    assert one.how.startswith("if no pass needs another one's result")
+
+
+@pytest.mark.parametrize(("program", "op", "place"), [
+    ("detection_loss", "aten::select", 2), ("pooled_texts", "aten::select", 2), ("image_patches", "aten::select", 2),
+    ("expert_layers", "aten::eq", 1),
+])  # fmt: skip
+def test_the_number_of_passes_is_that_of_the_parts_which_the_ops_take(program, op, place):
+    events, mark = typical(program)
+    ops = [e for e in in_step(events, mark, "cpu_op") if "Concrete Inputs" in e["args"]]
+    (evidence,) = (one.evidence for name, one in priced_changes(base(program)).items() if name == "larger_batch")
+    assert int(evidence.split()[0]) == len({int(one) for one in numbers_of(ops, op, place) if one.isdecimal()})
+
+
+def test_a_pass_may_have_an_input_of_its_own_from_the_cpu():
+    events, mark = typical("acting_agent")
+    copies = [e for e in in_step(events, mark, "gpu_memcpy") if "HtoD" in e["name"]]
+    evidence = priced_changes(base("acting_agent"))["larger_batch"].evidence
+    assert evidence.startswith(f"{len(copies)} passes compute with an input of its own from the CPU each")
+
+
+def as_cells(events):
+    for e in events:
+        if e["name"] == "aten::tanh":
+            e["name"] = "aten::rnn_tanh_cell"
+
+
+def with_a_loader_in_the_loop(events):
+    for mark in raw_steps(events):
+        ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::tanh"]
+        loads = {"cat": "user_annotation", "name": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"}
+        events += [e | loads | {"ts": e["ts"] - 0.02, "dur": 0.01} for e in ops]
+
+
+@pytest.mark.parametrize("edit", [as_cells, with_a_loader_in_the_loop])
+def test_passes_that_follow_each_other_are_not_computed_at_once(tmp_path, edit):
+    assert "larger_batch" not in priced_changes(edited(base("acting_agent"), tmp_path, edit))
+
+
+def test_more_samples_in_a_loop_mean_more_launches():
+    """So doubling the batch, which counts on the same number of launches, is not proposed."""
+    assert "double_batch" not in priced_changes(base("pooled_texts"))
+    assert "double_batch" in priced_changes(base("loop_optimizer"))
+
+
+@pytest.mark.parametrize(("program", "calls", "measured"), [
+    ("masked_decoder", 6, 0.213), ("padded_encoder", 8, 0.175), ("windowed_texts", 6, 0.358),
+])  # fmt: skip
+def test_attention_with_a_mask_tensor_is_as_slow_as_the_mask_makes_it(program, calls, measured):
+    events, mark = typical(program)
+    attention = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::scaled_dot_product_attention"]
+    mask = attention[0]["args"]["Input Dims"][3]
+    one = priced_changes(base(program))["no_mask_tensor"]
+    assert len(attention) == calls and one.evidence.startswith(f"{calls} calls of fused attention")
+    assert f"a mask of {mask[-2]:,} x {mask[-1]:,}" in one.evidence
+    # The prediction keeps the whole matrix of scores. A causal mask hides half of it, so more may be saved.
+    assert 0.05 < one.share < measured
+
+
+def test_attention_without_a_mask_is_left_alone(tmp_path):
+    def without_masks(events):
+        for e in events:
+            if "attention" in e["name"] and "Input Dims" in e.get("args", {}):
+                e["args"]["Input Dims"][3] = []
+
+    assert "no_mask_tensor" not in priced_changes(edited(base("masked_decoder"), tmp_path, without_masks))
+
+
+@pytest.mark.parametrize(("program", "measured"), [("nucleus_sampling", 0.484), ("ranked_items", 0.622)])
+def test_a_sort_of_long_rows_is_proposed_to_be_topk(program, measured):
+    events, mark = typical(program)
+    (values,) = {
+        e["args"]["Input Dims"][0][-1] for e in in_step(events, mark, "cpu_op")
+        if e["name"] == "aten::sort" and e["args"]["Input Dims"][0]
+    }  # fmt: skip
+    one = priced_changes(base(program))["largest_first"]
+    assert f"rows of {values:,} values" in one.evidence
+    assert one.share == pytest.approx(measured, abs=0.11)
+
+
+def test_topk_is_not_proposed_where_the_launches_limit_the_step():
+    """It took longer there, because it launches more kernels than the sort of eight rows."""
+    assert "largest_first" not in priced_changes(base("top_p_filter"))
+
+
+@pytest.mark.parametrize(("program", "low", "high"), [("item_embeddings", 0.3, 0.66), ("word_vectors", 0.4, 0.7)])
+def test_dense_gradients_of_large_tables_are_proposed_to_be_sparse(program, low, high):
+    events, mark = typical(program)
+    ops = in_step(events, mark, "cpu_op")
+    gradients = Counter()
+    for e in ops:
+        if e["name"] == "torch::autograd::AccumulateGrad":
+            (dims, *_) = e["args"]["Input Dims"]
+            gradients[len(dims) == 2 and dims[0] > 100_000] += math.prod(dims)
+    share = gradients[True] / gradients.total()
+    one = priced_changes(base(program))["sparse_gradients"]
+    assert f"2 tables of embeddings are {share:.0%} of all gradients" in one.evidence
+    assert low <= one.share <= high
+
+
+def test_a_table_whose_rows_are_mostly_used_keeps_its_dense_gradient(tmp_path):
+    def smaller_tables(events):
+        for e in events:
+            if e["name"] == "aten::embedding_dense_backward":
+                e["args"]["Concrete Inputs"][2] = "50000"
+
+    assert "sparse_gradients" not in priced_changes(edited(base("item_embeddings"), tmp_path, smaller_tables))
+
+
+def test_the_cpu_time_of_a_step_that_the_gpu_limits_is_estimated():
+    """Its time without the profiler does not show it. With all recorded CPU time, the fused optimizer saved 34%."""
+    one = priced_changes(base("item_embeddings"))["fused_optimizer"]
+    assert one.share == pytest.approx(0.498, abs=0.06)

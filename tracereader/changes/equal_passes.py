@@ -1,0 +1,224 @@
+"""Passes of equal work that a loop makes one after the other: one sample, expert, clip or environment each."""
+
+import bisect
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median_high
+
+import msgspec
+
+from tracereader.changes import prices
+from tracereader.changes.context import Case
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.roofline import as_one_kernel_us, moving_us
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.phases import backward_begins, backward_nodes, in_backward, kept_by_step
+from tracereader.figures.repeats import repeated_names
+from tracereader.figures.steps import outermost_named
+from tracereader.replay import with_durations, without_cpu_time, without_work
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.labels import LOADER, OPTIMIZERS
+
+CUTS = ("aten::unbind", "aten::split", "aten::chunk", "aten::split_with_sizes")
+MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
+TAKES_A_PART, COMPARES = ("aten::select", "aten::slice"), "aten::eq"
+IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
+# A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
+CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
+GATES = ("aten::tanh", "aten::sigmoid")
+
+
+class Loop(msgspec.Struct, frozen=True):
+    """A loop whose passes compute with one part of a tensor each, or with an input of their own from the CPU.
+
+    starts: when each pass starts (ns). end: when the last one probably ends. what: the part of one pass.
+    """
+
+    track: tuple
+    starts: tuple[int, ...]
+    end: int
+    what: str
+
+
+def passes_at_once(case: Case) -> Proposal | None:
+    """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded.
+
+    What the CPU does in all passes but the last one is removed, and so is what these launch, with its backward. The
+    kernels of the last pass do the work of all.
+    """
+    if case.summary.waits_for != "overhead" or case.growing_keys is not None or case.recomputed_tokens is not None:
+        return None
+    in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
+    if not typical:
+        return None
+    spans, gone = [], []
+    for step, found in zip(case.steps, in_steps, strict=True):
+        for loop in found:
+            removed = loop.starts[0], loop.starts[-1]
+            spans += [(track, *removed) for track in case.graph.threads]
+            nodes, work = _launched_from(case.trace, step, *removed)
+            gone += work
+            spans += [(op.track, op.start, op.end) for op in nodes]
+    us = {}
+    measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
+    for loop in typical:
+        _, work = _launched_from(case.trace, case.step, loop.starts[-1], loop.end)
+        us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
+    graph = without_work(without_cpu_time(case.graph, spans), gone)
+    loop, count = typical[0], sum(len(one.starts) for one in typical)
+    each = f" in {len(typical)} loops" if len(typical) > 1 else ""
+    return Proposal(
+        with_durations(graph, case.in_all_steps(us)),
+        f"{count} passes{each} compute with {loop.what} each; the GPU is idle for "
+        f"{1 - case.summary.busy_share:.0%} of the time",
+        "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
+        "lengths; torch.func.vmap if each needs its own gradient",
+        assumed=True,
+        title="compute equal passes at once",
+    )
+
+
+def _batched_us(case: Case, one: GpuWork, count: int) -> float:
+    """Return the time (µs) of one kernel for as much work as so many of these kernels."""
+    together = as_one_kernel_us(case, [one.us] * count, count * math.prod(one.grid or [0]))
+    least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
+    return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
+
+
+def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list[Op], list[Work]]:
+    """Return backward's nodes whose forward lies in this time, and all work that is launched in it and by these."""
+    forward_of = trace.forward_of
+    nodes = []
+    for node in backward_nodes(step) if forward_of else ():
+        tied = next(
+            (forward_of[key] for op in (node, *node.children) if (key := (op.track, op.start)) in forward_of), None
+        )
+        if tied is not None and start <= tied[1] < end:
+            nodes.append(node)
+    ids = {id(one) for node in nodes for one in node.work_below()}
+    return nodes, [
+        one for one in step.work if id(one) in ids or (one.launch is not None and start <= one.launch.start < end)
+    ]
+
+
+def _allowed(trace: Trace, step: Step) -> list[Loop]:
+    """Return the loops of a step whose passes may be computed at once, as far as the trace shows."""
+    found = loops(trace, step)
+    if not found:
+        return []
+    apart = [op.start for op in outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))]
+    norms = [op.start for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
+    return [
+        loop
+        for loop in found
+        if _launched_from(trace, step, loop.starts[-1], loop.end)[1]
+        and not any(loop.starts[0] <= time < loop.starts[-1] for time in (*apart, *norms))
+        and not _recurs(step, loop)
+    ]
+
+
+def _recurs(step: Step, loop: Loop) -> bool:
+    """Return whether a pass computes a cell of a recurrent network, or both functions of its gates."""
+    calls = step.named(lambda name: name in GATES or CELLS(name))
+    inside = {op.name for op in calls if loop.starts[0] <= op.start < loop.starts[1]}
+    return inside.issuperset(GATES) or any(map(CELLS, inside))
+
+
+@kept_by_step
+def loops(trace: Trace, step: Step) -> list[Loop]:
+    """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
+    found = [*_over_parts(trace, step), *_over_all_parts(step), *([] if trace.trains else _over_copies(step))]
+    # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
+    found.sort(key=lambda one: (-len(one.starts), one.starts))
+    kept: list[Loop] = []
+    for loop in found:
+        if not any(loop.starts[0] < other.end and other.starts[0] < loop.end for other in kept):
+            kept.append(loop)
+    return sorted(kept, key=lambda one: one.starts)
+
+
+def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
+    """Yield the loops that take one part of a tensor after the other.
+
+    The parts are those of the first dimension, as samples are. Where each pass has a backward of its own, other ones
+    count, too.
+    """
+    begins = [op.start for op in backward_begins(trace, step)]
+    taken: dict[tuple, list[tuple[int, Op]]] = defaultdict(list)
+    for op in step.named((*TAKES_A_PART, COMPARES).__contains__):
+        dim, place = _part(op)
+        if place is not None and (op.parent is None or op.parent.kind != "op") and not in_backward(op):
+            taken[op.track, op.name, dim, tuple(op.inputs.dims[0])].append((place, op))
+    for (_, _, dim, dims), calls in taken.items():
+        for run in _ascending(calls):
+            own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
+            if dim == 0 or (begins and own):
+                yield from _loop(run, f"one part of a tensor of {dims[dim]:,}")
+
+
+def _over_all_parts(step: Step) -> Iterator[Loop]:
+    """Yield the loops over the parts into which one op cuts a tensor: their launches repeat as often."""
+    for op in step.named(CUTS.__contains__):
+        taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
+        parts = len({place for dim, place in taken if dim == 0 and place is not None})
+        if parts < MANY_PASSES or in_backward(op):
+            continue
+        after = [one for one in step.work if one.launch is not None and one.launch.track == op.track]
+        after = [one for one in after if one.launch.start >= op.end]
+        _, pieces, times = found = repeated_names([one.name for one in after]) or (0, 0, 0)
+        if parts - 1 <= times <= parts:
+            firsts = [after[found[0] + number * pieces] for number in range(times)]
+            yield from _loop([one.launch.outermost_call() for one in firsts], f"one of the {parts} parts of a tensor")
+
+
+def _over_copies(step: Step) -> Iterator[Loop]:
+    """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it."""
+    copies: dict[tuple, list[Op]] = defaultdict(list)
+    for one in step.work:
+        if "HtoD" in one.name and one.launch is not None:
+            op = one.launch.outermost_call()
+            calls = copies[op.track, op.name, str(op.inputs.dims)]
+            if op.kind == "op" and op not in calls[-1:]:
+                calls.append(op)
+    starts = sorted(one.launch.start for one in step.work if one.launch is not None)
+    for calls in copies.values():
+        calls.sort(key=lambda op: op.start)
+        launched = [bisect.bisect(starts, two.start) - bisect.bisect(starts, one.end) for one, two in pairwise(calls)]
+        if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched):
+            yield from _loop(calls, "an input of its own from the CPU")
+
+
+def _loop(run: Sequence[Op], what: str) -> Iterator[Loop]:
+    if len(run) >= MANY_PASSES:
+        starts = tuple(op.start for op in run)
+        usual = median_high([two - one for one, two in pairwise(starts)])
+        yield Loop(run[0].track, starts, starts[-1] + usual, what)
+
+
+def _part(op: Op) -> tuple[int, int | None]:
+    """Return the dimension along which an op takes a part of a tensor, and which; None if that is not recorded.
+
+    Parts that are numbers are not meant, such as the times of a diffusion model's iterations.
+    """
+    dims, (dim, place) = op.inputs.dims_at(0) or (), (*op.inputs.concrete[1:3], "", "")[:2]
+    if op.name == COMPARES:  # which expert a token goes to, for example
+        return 0, int(dim) if dims and IS_INDEX(dim) else None
+    if len(dims) < 2 or not IS_INDEX(dim) or not IS_INDEX(place) or int(dim) >= len(dims):
+        return 0, None
+    return int(dim), int(place)
+
+
+def _ascending(calls: Sequence[tuple[int, Op]]) -> Iterator[list[Op]]:
+    """Yield the calls that take other parts than the ones before them, from the first part to the last one."""
+    run, last = [], -1
+    for place, op in calls:
+        if place < last:
+            yield run
+            run, last = [], -1
+        if place > last:
+            run.append(op)
+            last = place
+    yield run

@@ -1,0 +1,128 @@
+"""Changes after which kernels read and write less: sparse gradients of tables, and no sort of all values."""
+
+import math
+
+from tracereader.changes import prices
+from tracereader.changes.change import Change
+from tracereader.changes.context import Case
+from tracereader.changes.equal_passes import IS_INDEX
+from tracereader.changes.opportunity import Proposal
+from tracereader.changes.same_work import LEFT, same_products
+from tracereader.figures.side import Side
+from tracereader.findings.finding import counted, duration
+from tracereader.replay import spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
+from tracereader.trace import Op, Step
+from tracereader.trace.families import HEAVY
+from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER
+
+DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward")
+# Rows of a table for each row that a step looks up. The optimizer of a vocabulary of a language model gains little.
+ROWS_FOR_EACH = 50
+SORTS, LARGEST = "aten::sort", "aten::topk"
+LEAST_SORTED = 16_384  # values in a row
+
+
+def sparse_gradients(case: Case) -> Proposal | None:
+    """Return a proposal to give large tables sparse gradients. The optimizer then updates only the rows in use."""
+    in_steps, typical = case.in_each_step(_dense_gradients)
+    if not typical or not case.summary.training.optimizers:
+        return None
+    gradients = [math.prod(op.inputs.dims[0]) for op in case.step.named(GIVES_GRADIENT.__eq__) if op.inputs.dims]
+    tables = [elements for _, elements in typical]
+    if not gradients or any(elements not in gradients for elements in tables):
+        return None  # a table without its own gradient is shared with a layer, whose gradient is dense
+    share = sum(tables) / sum(gradients)
+    updates = case.launched_in(OPTIMIZER)
+    shorter = {work: (1 - share) * one.us for work, one, _ in case.activities if id(work) in updates}
+    made = [work for op, _ in typical for work in op.work_below()]
+    before = sum(work.us for work in (*shorter, *made))
+    adam = any("Adam" in one.name for one in case.summary.training.optimizers)
+    each_us = (prices.SPARSE_ADAM_TABLE if adam else prices.SPARSE_TABLE) * case.launch_us
+    dense = [op for some in in_steps for op, _ in some]
+    shorter = case.in_all_steps(shorter)
+    # A table takes as many of the optimizer's launches as of its time.
+    launches = [work.launch for work in shorter][: round(share * len(shorter))]
+    graph = without_ops(with_durations(case.graph, shorter), dense)
+    graph = without_cpu_time(graph, spans_of(launches))
+    return Proposal(
+        with_cpu_time(graph, [(op.track, op.end, each_us) for op in dense]),
+        f"dense gradients of {counted(len(tables), 'table')} of embeddings are {share:.0%} of all gradients: "
+        f"{duration(before)} to make them and to update all rows",
+        "nn.Embedding(…, sparse=True) with SparseAdam, SGD or Adagrad, if rows that are not looked up need no update",
+        assumed=True,
+    )
+
+
+def _dense_gradients(step: Step) -> list[tuple[Op, int]]:
+    """Return the ops that make a dense gradient of a table with few rows in use, and the table's number of elements."""
+    found = []
+    for op in step.named(DENSE_BACKWARD.__contains__):
+        dims, concrete = op.inputs.dims, op.inputs.concrete
+        numbers = [int(one) for one in concrete if IS_INDEX(one)]
+        if len(dims) > 1 and len(dims[0]) > 1 and numbers:
+            rows, looked_up = numbers[0], math.prod(dims[1])
+            if rows >= ROWS_FOR_EACH * looked_up:
+                found.append((op, rows * dims[0][-1]))
+    return found
+
+
+def largest_first(case: Case) -> Proposal | None:
+    """Return a proposal to take a row's largest values with topk instead of sorting all of them.
+
+    What works on whole rows from a sort to the next product or convolution then works on the few values.
+    """
+    if case.trace.trains:
+        return None
+    row, longest, sorts, shorter = None, 0, 0, {}
+    for work, one, op in case.activities:
+        if one.family in HEAVY or op is None:
+            row = None if op is not None else row
+            continue
+        dims = op.inputs.dims_at(0) or ()
+        sorting = any(above.name == SORTS for above in (op, *op.above()))
+        if sorting and dims and dims[-1] >= LEAST_SORTED and dims != row:
+            row, longest, sorts = dims, max(longest, dims[-1]), sorts + 1
+        if row is not None and sorting:
+            shorter[work] = prices.TOPK * one.us
+        elif row is not None and dims == row:
+            shorter[work] = min(one.us, prices.LEAST_KERNEL_US)
+    if not sorts:
+        return None
+    before = sum(one.us for work, one, _ in case.activities if work in shorter)
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(shorter)),
+        f"{counted(sorts, 'sort')} of rows of {longest:,} values, with what follows on the sorted rows: "
+        f"{duration(before)}",
+        "if only the largest values matter (top-p, top-k), call torch.topk with a few hundred first",
+        assumed=True,
+    )
+
+
+def _follows_sparse_gradients(before: Side, after: Side) -> bool:
+    """Gradients of embeddings are sparse, and the products are the same."""
+    was, now = (side.summary.training.has_sparse_gradients for side in (before, after))
+    return now and not was and same_products(before, after)
+
+
+def _follows_largest_first(before: Side, after: Side) -> bool:
+    """Calls of topk replace sorts, and the products are the same."""
+    fewer = after.ops[SORTS] <= LEFT * before.ops[SORTS]
+    return fewer and after.ops[LARGEST] > before.ops[LARGEST] and same_products(before, after)
+
+
+CHANGES = (
+    Change(
+        "sparse_gradients",
+        "give embeddings sparse gradients",
+        "the optimizer's time is proportional to the number of gradients",
+        sparse_gradients,
+        _follows_sparse_gradients,
+    ),
+    Change(
+        "largest_first",
+        "take the largest values before sorting",
+        "few values of each row are used; topk takes 0.3 of a sort's time",
+        largest_first,
+        _follows_largest_first,
+    ),
+)
