@@ -391,3 +391,39 @@ def test_a_comparison_and_the_json_name_the_calls(unmarked, capsys):
     said = capsys.readouterr().out
     assert "each step from a call of Optimizer.zero_grad#AdamW.zero_grad to the next" in said
     assert "no profiler steps" not in said
+
+
+def served(tmp_path, names):
+    """Return a server's trace whose steps have these names, and its raw events."""
+    document = json.loads(gzip.decompress((TRACES / "serving/vllm.json.gz").read_bytes()))
+    calls = sorted((e for e in document["traceEvents"] if e["name"].startswith("execute_")), key=lambda e: e["ts"])
+    for e, name in zip([e for e in calls if e["cat"] == "user_annotation"], names, strict=True):
+        e["name"] = name
+    file = tmp_path / "served.json"
+    file.write_text(json.dumps(document))
+    return file, calls
+
+
+@pytest.mark.parametrize(("prompt", "decode", "tokens"), [
+    ("execute_context_2(900)_generation_30(30)", "execute_context_0(0)_generation_32(32)", 32),
+    ("execute_new_2_cached_30", "execute_new_0_cached_31", 31),
+    ("step[EXTEND bs=2 toks=900]", "step[DECODE bs=30]", 30),
+], ids=["vLLM", "an older vLLM", "SGLang"])  # fmt: skip
+def test_the_steps_of_a_server_are_those_that_decode(tmp_path, capsys, prompt, decode, tokens):
+    file, calls = served(tmp_path, [decode, decode, prompt, decode, decode, decode])
+    starts = [e["ts"] for e in calls if e["cat"] == "user_annotation"]
+    trace = read(file, steps_by=StepsBy.FOUND)
+    assert trace.steps_by == decode
+    assert [step.us for step in trace.steps[:-1]] == pytest.approx(
+        [after - before for k, (before, after) in enumerate(itertools.pairwise(starts)) if k != 2]
+    )
+    assert cli.main([str(file), "--only", "short"]) == 0
+    speed = tokens / summarize(trace).recorded_step_us * 1e6
+    assert f"({tokens} tokens each, {speed:,.0f} tokens/s)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_server_that_reads_prompts_alone_has_steps_without_a_rate_of_tokens(tmp_path, capsys):
+    file, _ = served(tmp_path, ["execute_context_2(900)_generation_0(0)"] * 6)
+    assert len(read(file, steps_by=StepsBy.FOUND).steps) == 6
+    assert cli.main([str(file), "--only", "short"]) == 0
+    assert "tokens/s" not in capsys.readouterr().out

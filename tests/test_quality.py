@@ -474,7 +474,7 @@ def test_replays_that_lost_some_records_are_told_from_complete_ones(written, cap
     path = written(left)
     assert 0 < read(path).quality.partly_lost <= len(replays)
     assert read(RECORDED / "graph_replays.json.gz").quality.partly_lost == 0
-    said = shown(capsys, path)
+    said = shown(capsys, path, "--whole")
     assert "launch calls have fewer GPU records than another launch of the same CUDA graph" in said
     assert "idle 2" not in said and "per step" not in said.split("GPU records are missing")[0]
 

@@ -18,6 +18,7 @@ from tracereader.trace import STEP
 from tracereader.trace.backends import shows_use
 from tracereader.trace.kernel_names import cut
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
+from tracereader.trace.marks import DECODES
 
 WAITS_NAMED = 2
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
@@ -583,7 +584,11 @@ def by_calls(summary: Summary, step: str = "") -> str:
     if "::" in source.steps_by or source.steps_by.startswith(REGION):  # an op, which a step may call several times
         return f", each{step} beginning with a call of {name}"
     if len(summary.steps) > 1:
-        return f", each{step} from a call of {name} to the next"
+        served = DECODES(source.steps_by)
+        tokens = int(served[1]) if served else 0
+        speed = f"{words.tokens_s(1e6 * tokens / summary.recorded_step_us)} tokens/s" if tokens else ""
+        speed = f" ({counted(tokens, 'token')} each, {speed})" if tokens else ""
+        return f", each{step} from a call of {name} to the next{speed}"
     return f",{step and ' the step is'} a call of {name}"
 
 

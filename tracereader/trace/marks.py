@@ -2,6 +2,7 @@
 
 import bisect
 import enum
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice, pairwise
@@ -36,6 +37,10 @@ LOOKS_UP, CHOOSE = "aten::embedding", ("aten::argmax", "aten::multinomial", "ate
 OF_A_PASS, PERIODS, DISTANCES = 0.3, 200, 8
 # A layer also normalizes or convolves, which experts or adapters in a layer do not. A model's own RMS norm calls ROOT.
 ONLY_IN_LAYERS, ROOT = ("normalization", "convolution"), "aten::rsqrt"
+# The annotations of vLLM and SGLang around each step of a server, and those of steps that generate one token for each
+# sequence, with the number of sequences.
+SERVES = re.compile(r"execute_(?:context_|new_)?\d+[_(]|step\[\w+").match
+DECODES = re.compile(r"(?:execute_context_0\(0\)_generation_\d+\(|execute_new_0_cached_|step\[DECODE bs=)(\d+)").match
 _start, _begin = attrgetter("start"), itemgetter(0)
 
 
@@ -94,12 +99,17 @@ def named(ops: Sequence[Op], name: str, path: Path) -> Marks:
 def found(ops: Sequence[Op]) -> Marks | None:
     """Return the steps of a loop that was recorded without prof.step(); None if the recording shows none.
 
+    A server's annotations come first. Of its steps, those that generate a token for each sequence count. Prompts lie
+    outside of them, unless there are too few of the former.
+
     A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. Of several possible ones,
     those with the most steps are taken: steps that begin in the middle of the loop lack one. Without such calls, a
     language model's first lookup after it has chosen a token begins a step, or the steps are equal passes through a
     model. Most steps call the same ops, and the others nearly the same, except for the first one, which may be a cold
     start or a prompt. What is recorded before and after the loop belongs to no step.
     """
+    if (served := _served(ops)) is not None:
+        return served
     threads = _threads(ops)
     gradients = sorted([op.start for op in ops if op.name == GIVES_GRADIENT])
     for optimizers in (1, *TAKE_TURNS):
@@ -113,6 +123,23 @@ def found(ops: Sequence[Op]) -> Marks | None:
     if threads and not (possible or calls):
         possible = list(_of_passes(threads[0]))
     return max(possible, key=lambda marks: len(marks.spans), default=None)
+
+
+def _served(ops: Sequence[Op]) -> Marks | None:
+    """Return the steps of a server's annotations, each until the next call or the last one's own end."""
+    calls = grouped((op.track, op) for op in ops if op.kind == "label" and SERVES(op.name))
+    if not calls:
+        return None
+    track, calls = max(calls.items(), key=lambda entry: len(entry[1]))
+    spans, named_at = _apart(calls), {op.start: op.name for op in calls}
+    ends = [*(start for start, _ in spans[1:]), spans[-1][1]]
+    steps = [(named_at[start], (start, end)) for (start, _), end in zip(spans, ends, strict=True)]
+    decoding = [one for one in steps if DECODES(one[0])]
+    steps = decoding if len(decoding) >= LEAST_STEPS else steps
+    if len(steps) < LEAST_STEPS:
+        return None
+    (name, _), *_ = Counter(name for name, _ in steps).most_common(1)
+    return Marks(name, [span for _, span in steps], track)
 
 
 class _Thread(msgspec.Struct):
