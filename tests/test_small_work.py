@@ -159,3 +159,12 @@ def test_the_cpu_time_of_a_step_that_the_gpu_limits_is_estimated():
     """Its time without the profiler does not show it. With all recorded CPU time, the fused optimizer saved 34%."""
     one = priced_changes(base("item_embeddings"))["fused_optimizer"]
     assert one.share == pytest.approx(0.498, abs=0.06)
+
+
+def test_what_follows_a_convolution_in_bf16_is_in_bf16_too():
+    """Autocast took 12.7 ms instead of 19.3. Most of the time is copies and pointwise kernels."""
+    one = priced_changes(base("super_resolution"))["tensor_cores"]
+    assert one.share == pytest.approx(0.34, abs=0.1) and "torch.bfloat16" in one.how
+    events, mark = typical("super_resolution")
+    convolutions = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::cudnn_convolution"]
+    assert f"{len(convolutions)} kernels" in one.evidence

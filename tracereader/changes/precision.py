@@ -8,7 +8,7 @@ from tracereader.changes import prices
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import SOLVES, moving_us, multiplying_us, type_of
+from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
 from tracereader.changes.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
 from tracereader.figures.decoding import weight_casts
 from tracereader.figures.gpu_work import GpuWork
@@ -21,6 +21,8 @@ from tracereader.replay import with_cpu_time, with_durations, without_ops
 from tracereader.trace import Op
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.kernel_names import decode
+from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.op_names import FOREACH
 
 # bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
 # and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
@@ -84,8 +86,10 @@ def _in_two_bytes(case: Case) -> Proposal | None:
     peaks = case.peaks
     if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
         return None
-    times, spent, kinds = {}, 0.0, set()
+    times, spent, kinds, narrow = {}, 0.0, set(), 0
     for work, one, op in case.activities:
+        if one.family in MULTIPLY and (one.name_says.get("types") or "").lower() in TWO_BYTES:
+            narrow += 1
         if one.family == "attention" and one.name_says.get("types") == "fp32":
             us = max(one.us / prices.OF_A_GOOD_KERNEL, prices.SMALL_PRODUCT_US)
         elif one.family in MULTIPLY and (types := _wide_type(one, op)):
@@ -93,8 +97,9 @@ def _in_two_bytes(case: Case) -> Proposal | None:
             flops = one.flops or one.us * reach * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
             moved = one.bytes_moved or 0
             us = multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
-            if op is not None and not in_backward(op):
-                us += moving_us(moved, peaks)  # the casts of its inputs read and write about as many bytes
+            if op is not None and one.family == "GEMM" and not in_backward(op):
+                # The casts of its inputs read and write about as many bytes: a layer normalization's result is in fp32.
+                us += moving_us(moved, peaks)
         else:
             continue
         if us < one.us:
@@ -102,13 +107,23 @@ def _in_two_bytes(case: Case) -> Proposal | None:
             kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
     if not times:
         return None
+    products, found = case.in_all_steps(times), len(times)
+    if narrow < len(times):
+        # What follows a product computes with its two bytes. Autocast keeps normalizations and losses in fp32.
+        updates = case.launched_in(OPTIMIZER)
+        times |= {
+            work: max(one.us / 2, min(one.us, prices.LEAST_KERNEL_US))
+            for work, one, op in case.activities
+            if one.family in ("pointwise", "copy") and one.kind == "kernel" and id(work) not in updates
+            and op is not None and type_of(op) == "fp32" and not op.name.startswith(FOREACH)
+        }  # fmt: skip
     changed = case.in_all_steps(times)
-    calls = [one.launch for one in changed if one.launch is not None]
+    calls = [one.launch for one in products if one.launch is not None]
     return Proposal(
         with_cpu_time(
             with_durations(case.graph, changed), [(call.track, call.start, prices.CALL_US) for call in calls]
         ),
-        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(len(times), 'kernel')}, {duration(spent)}",
+        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}",
         f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
         assumed=True,
         title="use bf16 or fp16 on tensor cores",
