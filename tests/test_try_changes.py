@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_page import block, chromium, is_quiet, shown  # noqa: F401
 
 from tracereader.run import candidates, savings, search, tried, trying
 from tracereader.run.candidates import Seen, all_candidates
@@ -30,12 +31,15 @@ class Simulated:
     takes `seconds` of a clock that nothing else moves.
     """
 
-    def __init__(self, effects=(), seen=None, noise=0.005, seconds=5.0, steps=None, fails=(), losses=None, seed=0):
+    def __init__(
+        self, effects=(), seen=None, noise=0.005, seconds=5.0, steps=None, fails=(), losses=None, seed=0, trace=None
+    ):
         self.effects, self.steps, self.fails = dict(effects), steps, dict(fails)
         self.seen = seen or Seen(optimizers=({"name": "AdamW", "offers": ["fused", "foreach"], "line": "a.py:1"},))
         self.noise, self.seconds, self.random = noise, seconds, random.Random(seed)
         self.losses = losses or (lambda keys: (1.0, 0.5))
         self.now, self.ran = 0.0, []
+        self.trace = trace
 
     def monotonic(self):
         return self.now
@@ -56,7 +60,8 @@ class Simulated:
         step = self.steps(frozenset(keys)) if self.steps else 10 * math.prod(self.effects.get(key, 1.0) for key in keys)
         step *= 1000 * math.exp(self.random.gauss(0, self.noise))
         applied = dict.fromkeys(keys, 1)
-        return Run(keys, seconds, (step,) * 20, losses=self.losses(keys), applied=applied, seen=self.seen)
+        trace = str(shutil.copy(self.trace, folder.parent)) if self.trace and plan["mode"] == "record" else ""
+        return Run(keys, seconds, (step,) * 20, losses=self.losses(keys), applied=applied, seen=self.seen, trace=trace)
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_what_helps_less_than_one_of_its_changes_is_not_named(searched, capsys):
     session = searched(Simulated(seen=ON_CPU, steps=steps))
     assert session.together == ("workers",)
     tried.show(session)
-    assert "To keep it:\n  DataLoader workers: DataLoader(" in capsys.readouterr().out
+    assert "To keep it:\n  DataLoader workers\n    DataLoader(" in capsys.readouterr().out
 
 
 def test_changes_that_fail_together_are_added_one_by_one(searched):
@@ -344,6 +349,86 @@ def test_json_has_every_run_and_the_scoreboards_format(monkeypatch, capsys):
     assert found["together"] == ["compile", "workers"] == list(found["keep"])
     keys = set(json.loads((ROOT / "benchmarks/pairs/results.json").read_text())["digits_vae"]["base"]["runs"][0])
     assert all(set(run) == keys for one in found["scoreboard"].values() for run in one["runs"])
+
+
+@pytest.fixture
+def tell(monkeypatch, capsys):
+    """Return a function that runs the command over a simulated program, and returns what it prints."""
+
+    def tell(program, *flags):
+        monkeypatch.setattr(search, "run_once", program.run_once)
+        monkeypatch.setattr(search.time, "monotonic", program.monotonic)
+        monkeypatch.setattr(search.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+        status = trying.main([*map(str, flags), "--", sys.executable, "train.py"])
+        monkeypatch.undo()
+        return status, *capsys.readouterr()
+
+    return tell
+
+
+RECORDED = ROOT / "tests/traces/attention_cpu_naive.json.gz"
+
+
+def helped(**more):
+    fails = {"bf16": "RuntimeError: <b>no</b>"}
+    return Simulated({"workers": 0.5, "compile": 0.8}, ON_CPU, fails=fails, trace=RECORDED, **more)
+
+
+def test_the_page_has_what_the_terminal_shows(tell, tmp_path, request):
+    page = tmp_path / "measured.html"
+    status, printed, _ = tell(helped(), "--html", page)
+    assert status == 0
+    found = json.loads(block(page, "figures"))["measured"]
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    rows = [" ".join(" ".join(row).split()) for row in (found["heads"], *found["rows"])]
+    assert lines[0] == rows[0]
+    below = {int(number): text for number, text in found["below"].items()}
+    expected = [text for number, row in enumerate(rows[1:]) for text in (row, below.get(number)) if text]
+    assert lines[1 : lines.index("")] == expected
+    first = lines.index(found["said"][0])
+    assert lines[first : first + len(found["said"])] == found["said"]
+    assert [part for pair in found["keep"] for part in pair] == lines[lines.index(found["keep_title"]) + 1 :][:4]
+    browser = shown(request.getfixturevalue("chromium"), page)
+    measured = browser.execute_script("return document.getElementById('measured').innerText")
+    texts = " ".join(measured.split())
+    assert all(row in texts for row in rows) and all(text in texts for text in (*below.values(), *found["said"]))
+    assert all(f"{name}: {how}" in texts for name, how in found["keep"])
+    is_quiet(browser, page)
+
+
+def test_the_page_can_be_written_beside_json(tell, tmp_path):
+    page = tmp_path / "measured.html"
+    status, printed, said = tell(helped(), "--json", "--html", page)
+    assert status == 0 and "one file without outside links" in said
+    found, measured = json.loads(printed), json.loads(block(page, "figures"))["measured"]
+    row = next(row for row in measured["rows"] if row[0] == "DataLoader workers")
+    assert row[2] == f"{found['changes'][0]['saves']:.0%} ± {max(1, round(100 * found['changes'][0]['plus_minus']))}"
+    assert [how for _, how in measured["keep"]] == list(found["keep"].values())
+
+
+def test_a_page_without_a_recording_is_refused_after_the_table(tell, tmp_path):
+    program = Simulated({"workers": 0.5}, ON_CPU)
+    status, printed, said = tell(program, "--html", tmp_path / "measured.html")
+    assert status == 1 and "DataLoader workers" in printed
+    assert said.splitlines()[-1].endswith("--html: the program could not be recorded, so that there is no page")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_page_is_refused_before_anything_runs(tell, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    program = helped()
+    refused = (
+        (["--html", notes], "exists and is not a report of read-trace; --force overwrites it"),
+        (["--html", tmp_path], "a folder; name a file in it"),
+        (["--html", tmp_path / "no" / "page.html"], "no such folder: no"),
+        (["--json", "--html", "-"], "both print"),
+    )
+    for flags, why in refused:
+        status, printed, said = tell(program, *flags)
+        assert status == 2 and not printed and why in said and said.count("\n") == 1
+    assert not program.ran and notes.read_text() == "mine"
+    assert tell(program, "--html", notes, "--force")[0] == 0 and "<!doctype html>" in notes.read_text()
 
 
 # The changes themselves. One process imports torch and forks for each of them, because a change stays in its process.

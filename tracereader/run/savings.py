@@ -31,6 +31,11 @@ class Saving(msgspec.Struct, frozen=True):
         return self.share < -max(self.plus_minus, WORTH)
 
     @property
+    def is_noise(self) -> bool:
+        """Return whether a saving of more than 1% may be hidden, or is one by chance."""
+        return not self.helps and not self.harms and self.plus_minus > WORTH
+
+    @property
     def is_clear(self) -> bool:
         """Return whether more runs would hardly change what is said: the interval is narrow against the saving."""
         return self.plus_minus < max(0.25 * abs(self.share), WORTH)

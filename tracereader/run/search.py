@@ -29,6 +29,7 @@ AS_IT_IS: tuple[str, ...] = ()
 SINGLES = 0.55  # of the time, before those that help are tried together
 LEAST_LIMIT_S, COMPILE_LIMIT_S = 60.0, 240.0
 COMPILE_S = 30.0  # what compiling adds to a run, before one has been seen
+NO_TIME, NOTHING_TO_CHANGE = "no time was left", "nothing in the program to change"
 SAVING_S = 2.0  # for ending the last run and printing
 MOST_ROUNDS = 4  # of one change by itself
 BUSY = 0.5  # the load by the number of CPUs, before the first run, from which on figures vary more
@@ -49,7 +50,7 @@ class Session:
     """The runs so far, in the order in which they ran, and how the next one is made.
 
     skipped: changes without a run, and why. together: the changes that were chosen. predicted: by the id of
-    read-trace's change, the share of the step that it is predicted to save.
+    read-trace's change, the share of the step that it is predicted to save. recording: the trace of the first run.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         self.seen = Seen()
         self.candidates: list[Candidate] = []
         self.predicted: dict[str, float] = {}
+        self.recording: Path | None = None
         self._extra_s: dict[tuple[str, ...], float] = {}
 
     # What is known.
@@ -223,12 +225,14 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
         first = session.run(look="measure")
     if first is None:
         return
-    session.predicted = predictions(first.trace) if first.trace else {}
+    if first.trace:
+        session.recording = _kept(session, Path(first.trace))
+        session.predicted = predictions(session.recording)
     session.seen = first.seen
     known = all_candidates(first.seen.world_size)
     chosen = [one for one in known if (not only or one.key in only) and one.key not in without]
     session.candidates = in_order([one for one in chosen if one.applies(first.seen)], _by_prediction(session))
-    session.skipped += [Failed(one.key, "nothing in the program to change") for one in chosen if one.key in only]
+    session.skipped += [Failed(one.key, NOTHING_TO_CHANGE) for one in chosen if one.key in only]
     session.skipped = [one for one in session.skipped if one.key not in session.by_key]
     session.say(_announcement(session, first))
     if _run(session) is None or not session.candidates:
@@ -242,7 +246,13 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
         session.together = _best(session)
 
 
-def predictions(trace: str) -> dict[str, float]:
+def _kept(session: Session, trace: Path) -> Path:
+    """Move a recording out of the folder of its run, which the next run deletes, and return its path."""
+    script = next((Path(one).stem for one in session.program if one.endswith(".py")), "program")
+    return trace.rename(session.folder / f"{script}_trace{''.join(trace.suffixes)}")
+
+
+def predictions(trace: Path) -> dict[str, float]:
     """Return what each change is predicted to save, by its id in read-trace: the share of the step."""
     from tracereader.changes.catalogue import opportunities
     from tracereader.figures import summarize
@@ -250,7 +260,7 @@ def predictions(trace: str) -> dict[str, float]:
     from tracereader.trace import read
 
     try:
-        read_ = read(Path(trace))
+        read_ = read(trace)
         found = opportunities(read_, summarize(read_))
     except Exception:  # a recording that cannot be read gives no order, and everything is tried all the same
         return {}
@@ -304,7 +314,7 @@ def _each_alone(session: Session) -> None:
         then = (tuple({*keys, *_helping(session)}), AS_IT_IS)  # those that help must still run together
         wanted = (keys, *then, *[AS_IT_IS] * (not since)) if len(session.runs) > 1 else (keys,)
         if (late and len(session.runs) > 1) or not session.fits(*wanted):
-            session.skipped.append(Failed(candidate.key, "no time was left"))
+            session.skipped.append(Failed(candidate.key, NO_TIME))
             continue
         if since >= every:
             _run(session)

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
-from tracereader.command import printable
+import msgspec
+
+from tracereader.command import BadInput, RunFailed, printable
 from tracereader.findings.finding import in_one_unit
-from tracereader.run.candidates import Candidate, following
+from tracereader.run.candidates import Candidate, all_candidates, following
 from tracereader.run.savings import Difference, Saving
-from tracereader.run.search import AS_IT_IS, Session
-from tracereader.show.text import console, paragraph, plain, print_columns, strict_json
+from tracereader.run.search import AS_IT_IS, NO_TIME, NOTHING_TO_CHANGE, Session
+from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns, strict_json
 
 
 def show_list(candidates: Sequence[Candidate]) -> None:
@@ -17,13 +19,12 @@ def show_list(candidates: Sequence[Candidate]) -> None:
 
 
 def saved_text(found: Saving) -> str:
-    """Return what a change saves: "62% ± 1", "none" if the step is longer, or "within noise"."""
-    plus_minus = f"± {max(1, round(100 * found.plus_minus))}"
+    """Return what a change saves: "62% ± 1", "3% longer", "within noise", or "none"."""
     if found.helps:
-        return f"{found.share:.0%} {plus_minus}"
+        return f"{found.share:.0%} ± {max(1, round(100 * found.plus_minus))}"
     if found.harms:
-        return f"none, {-found.share:.0%} longer"
-    return f"within noise ({plus_minus})" if found.plus_minus > 0.01 else "none"
+        return f"{-found.share:.0%} longer"
+    return "within noise" if found.is_noise else "none"
 
 
 def predicted(session: Session, keys: tuple[str, ...]) -> float | None:
@@ -65,50 +66,89 @@ def sets_in_order(session: Session) -> tuple[list[tuple[str, ...]], list[tuple[s
     return singles, several
 
 
-def show(session: Session) -> None:
-    """Print the table of all measured changes, and how to keep those that help together."""
-    out = console()
+class Shown(msgspec.Struct, frozen=True):
+    """What was measured, as text: the terminal and the page show the same.
+
+    left: the columns that are aligned to the left. below: a sentence below a row, by its number. keep_title: what comes
+    before the lines of `keep`, which are two for each change: its name, and how to keep it; empty if nothing helps.
+    """
+
+    heads: list[str]
+    left: list[int]
+    rows: list[list[str]]
+    below: dict[int, str]
+    keep_title: str
+    keep: list[tuple[str, str]]
+    said: list[str]
+
+
+def shown(session: Session) -> Shown:
+    """Return the table of all measured changes, how to keep those that help together, and what else is to say."""
     singles, several = sets_in_order(session)
-    usual = session.as_it_is
     steps = [_step(session, keys) for keys in (AS_IT_IS, *singles, *several)]
-    unit, shown = in_one_unit(steps)
+    unit, figures = in_one_unit(steps)
     has_predictions = any(predicted(session, (one.key,)) is not None for one in session.candidates)
-    has_memory = any(one.peak_bytes for one in usual)
-    with_losses = bool(usual[0].losses)
-    compared = max((session.difference(keys).compared for keys in (*singles, *several)), default=0)
-    what = (f"loss over {compared} steps" if compared else "loss") if with_losses else "output"
-    heads = ["", f"step, {unit}", "saves", *(["predicted"] * has_predictions), what, *(["memory, GB"] * has_memory)]
-    rows = []
-    for keys, step in zip((AS_IT_IS, *singles, *several), shown, strict=True):
-        if keys == AS_IT_IS:
-            rows.append(
-                [_name_of_usual(session), step, "", *([""] * has_predictions), "", *[_memory(usual)] * has_memory]
-            )
-            continue
-        guess = predicted(session, keys)
+    has_memory = any(one.peak_bytes for one in session.as_it_is)
+    what = "loss" if session.as_it_is[0].losses else "output"
+    heads = ["", f"step, {unit}", "saves", *(["predicted"] * has_predictions), what, *(["GB"] * has_memory)]
+    rows, below = [], {}
+    for keys, step in zip((AS_IT_IS, *singles, *several), figures, strict=True):
+        measured = keys != AS_IT_IS
+        guess = predicted(session, keys) if measured else None
         rows.append(
             [
-                _name(session, keys),
+                _name(session, keys) if measured else "as it is",
                 step,
-                saved_text(session.saving(keys)),
+                saved_text(session.saving(keys)) if measured else "",
                 *([f"{guess:.0%}" if guess is not None else ""] * has_predictions),
-                session.difference(keys).text,
+                session.difference(keys).text if measured else "",
                 *[_memory(session.of(keys))] * has_memory,
             ]
         )
-    below = {}
     for keys, why in session.failures.items():
         if not session.of(keys):
             below[len(rows)] = why
             rows.append([_name(session, keys), "fails", *[""] * (len(heads) - 2)])
-    print_columns(out, heads, rows, below=below)
-    for line in _sentences(session, singles, several):
+    best = session.saving(session.together) if session.together else None
+    keep = [_how_to_keep(session, key) for key in session.together] if best is not None and best.helps else []
+    title = f"To keep {'them' if len(keep) > 1 else 'it'}:" if keep else ""
+    said = _sentences(session, singles, several, nothing=not keep)
+    return Shown(heads, [0, 2, heads.index(what)], rows, below, title, keep, said)
+
+
+def show(session: Session) -> None:
+    """Print what was measured. Names are shortened before the table becomes wider than the terminal."""
+    out, found = console(), shown(session)
+    rows = [[Name(name), *cells] for name, *cells in found.rows]
+    print_columns(out, found.heads, rows, left=found.left, below=found.below)
+    if found.keep:
+        out.print()
+        out.print(found.keep_title)
+    for name, how in found.keep:
+        out.print(plain(f"  {name}"))
+        paragraph(out, plain(how), " " * 4, " " * 4)
+    out.print()
+    for line in found.said:
         paragraph(out, plain(line))
 
 
-def _name_of_usual(session: Session) -> str:
-    noise, _ = session.noise
-    return f"as it is ({len(session.as_it_is)} runs, ± {noise:.1%})" if len(session.as_it_is) > 2 else "as it is"
+def page(session: Session) -> tuple[str, list[str]]:
+    """Return the page of the recording with what was measured: see show.page. Raises RunFailed without a recording."""
+    from tracereader.show import page as pages
+    from tracereader.show.view import View
+
+    if session.recording is None:
+        raise RunFailed("--html: the program could not be recorded, so that there is no page")
+    try:
+        return pages.of_file(session.recording, View(), msgspec.to_builtins(shown(session), str_keys=True))
+    except BadInput as problem:
+        raise RunFailed(f"--html: {problem}") from None
+
+
+def _how_to_keep(session: Session, key: str) -> tuple[str, str]:
+    change = session.by_key[key]
+    unknown = "" if session.is_known_to_help(key) else " (its part is within the noise)"
+    return f"{change.title}{unknown}", change.keep(session.seen)
 
 
 def _step(session: Session, keys: tuple[str, ...]) -> float:
@@ -122,48 +162,49 @@ def _memory(runs: Sequence) -> str:
     return f"{peak / 1e9:.2f}" if peak else ""
 
 
-def _sentences(session: Session, singles: Sequence[tuple[str, ...]], several: Sequence[tuple[str, ...]]) -> list[str]:
+def _sentences(
+    session: Session, singles: Sequence[tuple[str, ...]], several: Sequence[tuple[str, ...]], nothing: bool
+) -> list[str]:
+    noise, _ = session.noise
+    measured = (*singles, *several)
     lines = []
+    if nothing and singles:
+        lines.append("Nothing helps: no change saves more than the noise and 1% of the step.")
+    elif nothing:
+        lines.append("No change was measured.")
+    unclear = [saved for keys in measured if (saved := session.saving(keys)) is not None and saved.is_noise]
+    runs = f"{len(session.as_it_is)} run{'s' if len(session.as_it_is) > 1 else ''} as it is"
+    if unclear:
+        least = max(1, round(100 * max(one.plus_minus for one in unclear)))
+        lines.append(f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.")
     reasons = {}
-    for keys in (*singles, *several):
+    for keys in measured:
         found = session.difference(keys)
         if found.why:
-            reasons.setdefault(found.why, []).append((keys, found))
-    for why, rows in reasons.items():
-        (keys, found), *_ = rows
-        trend = f" (the mean of the last quarter differs by {found.size:.1%})" if found.kind == "not comparable" else ""
+            reasons.setdefault((found.kind, found.why), []).append((keys, found))
+    for (kind, why), rows in reasons.items():
+        trend = f" (the mean of the last quarter differs by {rows[0][1].size:.1%})" if kind == "not comparable" else ""
         names = ", ".join(_name(session, one).strip() for one, _ in rows[:4])
-        lines.append(f"not comparable: {names}: {why}{trend}" if found.kind == "not comparable" else f"{names}: {why}")
-    helpful = session.together
-    best = session.saving(helpful) if helpful else None
-    if best is None or not best.helps:
-        noise, _ = session.noise
-        lines.append(
-            f"Nothing helps: no change saves more than what two equal runs differ by ({noise:.1%}) and 1% of the step."
-            if singles
-            else "No change was measured."
-        )
-    else:
-        lines.append("To keep " + ("them:" if len(helpful) > 1 else "it:"))
-        for key in helpful:
-            unknown = "" if session.is_known_to_help(key) else " (its part is within the noise)"
-            lines.append(f"  {session.by_key[key].title}{unknown}: {session.by_key[key].keep(session.seen)}")
+        lines.append(f"{capitalized(kind)}: {names}: {why}{trend}." if kind == "not comparable" else f"{names}: {why}.")
+    compared = max((session.difference(keys).compared for keys in measured), default=0)
+    if compared and session.as_it_is[0].losses:
+        lines.append(f"The losses of the first {compared} steps are compared; equal seeds are set in each run.")
     off = [keys for keys in singles if session.saving(keys).helps and session.difference(keys).kind == "off"]
     if off:
         names = ", ".join(_name(session, keys) for keys in off)
         lines.append(f"Faster with other results, so that it is not among those that help: {names}.")
-    waiting = [session_title(session, one.key) for one in session.skipped if one.why == "no time was left"]
-    if waiting:
-        lines.append(f"Not tried, because the time was over (--minutes): {', '.join(waiting)}.")
-    nothing = [session_title(session, one.key) for one in session.skipped if one.why != "no time was left"]
-    if nothing:
-        lines.append(f"Nothing in the program to change: {', '.join(nothing)}.")
+    for reason, start in (
+        (NO_TIME, "Not tried, because the time was over (--minutes)"),
+        (NOTHING_TO_CHANGE, "Nothing in the program to change"),
+    ):
+        titles = [title_of(one.key) for one in session.skipped if one.why == reason]
+        if titles:
+            lines.append(f"{start}: {', '.join(titles)}.")
     return lines
 
 
-def session_title(session: Session, key: str) -> str:
-    from tracereader.run.candidates import all_candidates
-
+def title_of(key: str) -> str:
+    """Return the title of a change, also of one that was not tried."""
     return next((one.title for one in all_candidates() if one.key == key), key)
 
 
