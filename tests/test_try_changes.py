@@ -28,18 +28,20 @@ class Simulated:
     """A program whose steps are known: `effects` has the factor of each change on a step of 10 ms.
 
     steps: from the set of keys to the step in ms, instead of effects. fails: the reason for a set of keys. Each run
-    takes `seconds` of a clock that nothing else moves.
+    takes `seconds` of a clock that nothing else moves. disturbed: the share of runs that other programs make up to
+    twice as long.
     """
 
     def __init__(
-        self, effects=(), seen=None, noise=0.005, seconds=5.0, steps=None, fails=(), losses=None, seed=0, trace=None
-    ):
+        self, effects=(), seen=None, noise=0.005, seconds=5.0, steps=None, fails=(), losses=None, seed=0, trace=None,
+        disturbed=0.0,
+    ):  # fmt: skip
         self.effects, self.steps, self.fails = dict(effects), steps, dict(fails)
         self.seen = seen or Seen(optimizers=({"name": "AdamW", "offers": ["fused", "foreach"], "line": "a.py:1"},))
         self.noise, self.seconds, self.random = noise, seconds, random.Random(seed)
         self.losses = losses or (lambda keys: (1.0, 0.5))
         self.now, self.ran = 0.0, []
-        self.trace = trace
+        self.trace, self.disturbed = trace, disturbed
 
     def monotonic(self):
         return self.now
@@ -59,6 +61,8 @@ class Simulated:
                 return Run(keys, seconds, failure=why)
         step = self.steps(frozenset(keys)) if self.steps else 10 * math.prod(self.effects.get(key, 1.0) for key in keys)
         step *= 1000 * math.exp(self.random.gauss(0, self.noise))
+        if self.disturbed and self.random.random() < self.disturbed:
+            step *= self.random.uniform(1.2, 2.2)
         applied = dict.fromkeys(keys, 1)
         trace = str(shutil.copy(self.trace, folder.parent)) if self.trace and plan["mode"] == "record" else ""
         return Run(keys, seconds, (step,) * 20, losses=self.losses(keys), applied=applied, seen=self.seen, trace=trace)
@@ -103,9 +107,19 @@ def test_nothing_helps_where_nothing_does(searched, capsys):
     assert "Nothing helps" in capsys.readouterr().out
 
 
-def test_savings_within_the_noise_are_never_claimed(searched):
-    claims = sum(bool(searched(Simulated({}, ON_CPU, noise=0.03, seed=seed)).together) for seed in range(20))
-    assert claims <= 4
+@pytest.mark.parametrize("disturbed", (0.0, 0.3))
+def test_savings_within_the_noise_are_never_claimed(searched, disturbed):
+    """Also where other programs make a third of the runs up to twice as long."""
+    for seed in range(8):
+        session = searched(Simulated({}, ON_CPU, noise=0.03, seed=seed, disturbed=disturbed))
+        assert session.together == ()
+        assert not [one.keys for one in session.runs if one.keys and session.saving(one.keys).helps]
+
+
+def test_a_large_saving_is_found_beside_disturbed_runs(searched):
+    for seed in range(4):
+        session = searched(Simulated({"workers": 0.2}, ON_CPU, noise=0.03, seed=seed, disturbed=0.3))
+        assert tried.sets_in_order(session)[0][0] == ("workers",) and session.saving(("workers",)).helps
 
 
 def test_a_busy_machine_needs_more_to_be_convinced(searched, monkeypatch):
@@ -189,6 +203,34 @@ def test_the_time_is_kept(searched, minutes, seconds):
     assert program.now <= 60 * minutes
 
 
+def test_what_is_most_likely_to_help_runs_together_first_where_the_time_is_short(searched):
+    """Four minutes of runs that take half a minute: the row of several changes is there, and is what is named."""
+    seen = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), checkpoints=({"line": "a.py:3"},),
+                torch="2.15.0", threads=4, workers=4)  # fmt: skip
+    effects = {"workers": 0.7, "no_checkpoint": 0.7, "fused_optimizer": 0.8, "compile": 0.8}
+    program = Simulated(effects, seen, seconds=24.0, noise=0.01)
+    session = searched(program, minutes=4)
+    assert session.runs[1].keys == tuple(sorted(effects)) == session.together
+    assert session.saving(session.together).helps
+    assert program.now <= 240
+
+
+def test_a_run_that_the_time_cuts_off_is_no_failure(searched, capsys):
+    program = Simulated({"workers": 0.5}, ON_CPU, seconds=4.0)
+    slow = program.run_once
+
+    def run_once(command, plan, *args, **kwargs):
+        program.seconds = 400.0 if plan["changes"] == ["bf16"] else 4.0
+        return slow(command, plan, *args, **kwargs)
+
+    program.run_once = run_once
+    session = searched(program, minutes=0.5, only=("workers", "bf16"))
+    tried.show(session)
+    printed = capsys.readouterr().out
+    assert not session.failures and "fails" not in printed
+    assert "Not tried, because the time was over (--minutes): bf16 autocast." in printed
+
+
 def test_a_second_search_gives_the_same_order_of_the_first_three(searched):
     effects = {"workers": 0.5, "compile": 0.8, "fused_optimizer": 0.9}
     orders = {
@@ -199,7 +241,7 @@ def test_a_second_search_gives_the_same_order_of_the_first_three(searched):
 
 
 def test_runs_alternate_with_the_program_as_it_is(searched):
-    program = Simulated({"workers": 0.5}, ON_CPU)
+    program = Simulated({"workers": 0.5}, ON_CPU, noise=0.05)
     searched(program, minutes=30)
     alone = [keys for keys in program.ran if len(keys) < 2]
     assert all(() in pair for pair in itertools.pairwise(alone[1:]))
@@ -213,9 +255,12 @@ def test_only_and_without_choose_the_changes(searched):
 
 
 def test_the_order_is_that_of_the_predictions():
-    ordered = candidates.in_order(all_candidates(), ["fuse_pointwise", "no_recompute", "fused_optimizer"])
+    """Small predictions leave the usual order: a loader comes before an optimizer that is predicted to save 4%."""
+    ordered = candidates.in_order(
+        all_candidates(), {"fuse_pointwise": 0.5, "no_recompute": 0.3, "fused_optimizer": 0.2, "allocator": 0.04}
+    )
     keys = [one.key for one in ordered]
-    assert keys[:4] == ["compile_reduce_overhead", "no_checkpoint", "fused_optimizer", "foreach_optimizer"]
+    assert keys[:5] == ["compile_reduce_overhead", "no_checkpoint", "fused_optimizer", "foreach_optimizer", "workers"]
     assert keys[-2:] == ["compile", "compile_max_autotune"]  # each takes long, and only one can be made
 
 
@@ -247,7 +292,7 @@ def test_a_slow_drift_is_no_saving():
     steps = [100.0 * 1.05**number for number in range(9)]
     kinds = [number % 2 == 0 for number in range(9)]
     pairs = [_pair(savings.beside(kinds, steps, number), steps[number]) for number in range(1, 9, 2)]
-    assert abs(savings.saving(pairs, (0.01, 10)).share) < 0.002
+    assert abs(savings.saving(pairs, savings.Noise(0.01, 10)).share) < 0.002
 
 
 def _pair(beside, step):
@@ -257,23 +302,41 @@ def _pair(beside, step):
 
 def test_more_runs_make_the_interval_narrower():
     pair = (100.0, 90.0, 2)
-    one, four = savings.saving([pair], (0.02, 10)), savings.saving([pair] * 4, (0.02, 10))
+    noise = savings.Noise(0.02, 10)
+    one, four = savings.saving([pair], noise), savings.saving([pair] * 4, noise)
     assert one.share == four.share == pytest.approx(0.1)
     assert four.plus_minus < 0.7 * one.plus_minus
 
 
 def test_a_few_equal_runs_do_not_make_a_small_noise():
-    assert savings.noise_of([])[0] == savings.USUAL_NOISE
-    assert 0.01 < savings.noise_of([[100.0] * 3])[0] < savings.USUAL_NOISE
-    assert savings.noise_of([[100.0] * 30])[0] < 0.01
-    assert savings.noise_of([[100.0, 130.0, 100.0]])[0] > 0.1
+    assert savings.noise_of([]).share == savings.USUAL_NOISE
+    assert 0.01 < savings.noise_of([[100.0] * 3]).share < savings.USUAL_NOISE
+    assert savings.noise_of([[100.0] * 30]).share < 0.01
+    assert savings.noise_of([[100.0, 130.0, 100.0]]).share > 0.1
+
+
+def test_a_small_saving_needs_several_runs_that_agree():
+    quiet = savings.Noise(0.01, 10)
+    assert not savings.saving([(100.0, 93.0, 2)], quiet).helps
+    assert savings.saving([(100.0, 93.0, 2)] * 2, quiet).helps
+    assert savings.saving([(100.0, 50.0, 2)], quiet).helps
+    assert not savings.saving([(100.0, 80.0, 2)] * 2 + [(100.0, 105.0, 2)], quiet).helps
+
+
+def test_one_disturbed_run_of_three_does_not_move_a_saving():
+    pairs = [(100.0, 70.0, 2), (100.0, 140.0, 2), (100.0, 69.0, 2)]
+    assert savings.saving(pairs, savings.Noise(0.1, 10)).share == pytest.approx(0.3)
+
+
+def test_a_change_that_takes_many_times_as_long_is_beyond_a_large_noise():
+    assert savings.saving([(5.0, 198.0, 2)], savings.Noise(0.4, 5)).harms
 
 
 def test_a_machine_that_is_busy_within_a_run_makes_the_interval_wider():
     assert savings.spread_of([10.0] * 20) == 0
     assert savings.spread_of([1.0, 1.0, 1.0, 9.0] * 10, 4) == 0  # a loader's stalls are no noise
     assert savings.spread_of([10.0] * 10 + [15.0] * 10) > 0.2
-    assert savings.noise_of([[100.0, 100.0]], 0.2)[0] > 0.15
+    assert savings.noise_of([[100.0, 100.0]], 0.2).share > 0.15
 
 
 def test_losses_are_compared_step_by_step():

@@ -5,7 +5,7 @@ in its declaration (tracereader/changes).
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 import msgspec
@@ -71,7 +71,8 @@ class Candidate(msgspec.Struct, frozen=True):
     name. group: of changes of one group, only one can be made at a time.
     environment: variables that make the change; nothing is patched then. compiles: whether a run with it compiles.
     other_numbers: why equal seeds may give other random numbers with it; empty if they may not. usual: whether it
-    hardly ever costs anything, so that it is tried beside others though it saves little alone.
+    hardly ever costs anything, so that it is tried beside others though it saves little alone. often: whether it mostly
+    saves where it applies, and keeps the results.
     """
 
     key: str
@@ -83,6 +84,12 @@ class Candidate(msgspec.Struct, frozen=True):
     compiles: bool = False
     other_numbers: str = ""
     usual: bool = False
+    often: bool = False
+
+    @property
+    def is_safe(self) -> bool:
+        """Return whether it is likely to save time and to keep the results: it may be tried beside others at once."""
+        return self.usual or self.often
 
     @property
     def follows(self) -> tuple[str, ...]:
@@ -158,6 +165,7 @@ def _compiled(key: str, title: str, mode: str | None = None) -> Candidate:
         group="compile",
         compiles=True,
         other_numbers="compiled code draws other random numbers",
+        often=mode != "max-autotune",
     )
 
 
@@ -245,12 +253,14 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 )
             ),
             other_numbers="the workers draw their own random numbers",
+            often=True,
         ),
         Candidate(
             "no_checkpoint",
             "no activation checkpointing",
             lambda seen: bool(seen.checkpoints),
             lambda seen: f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}",
+            often=True,
         ),
         Candidate(
             "tf32",
@@ -269,7 +279,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             group="optimizer",
             usual=True,
         ),
-        _compiled("compile_reduce_overhead", "torch.compile, reduce-overhead", "reduce-overhead"),
+        _compiled("compile_reduce_overhead", "torch.compile reduce-overhead", "reduce-overhead"),
         Candidate(
             "foreach_optimizer",
             "foreach optimizer",
@@ -302,7 +312,6 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 f'with torch.autocast("{seen.device}", dtype=torch.bfloat16) around the call at {at(_called(seen))}'
             ),
         ),
-        *(_threads(key, number) for key, number in threads),
         Candidate(
             "pin_memory",
             "pinned memory and non_blocking copies",
@@ -342,28 +351,29 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         _attention("mem_efficient", lambda seen: seen.on_gpu and bool(seen.attention)),
         _ddp(
             "ddp_static_graph",
-            "DDP, static graph",
+            "DDP with a static graph",
             "static_graph=True",
             lambda one: not one.get("static_graph"),
         ),
         _ddp(
             "ddp_bucket_view",
-            "DDP, gradients in the buckets",
+            "DDP with gradients in the buckets",
             "gradient_as_bucket_view=True",
             lambda one: not one.get("gradient_as_bucket_view"),
         ),
         _ddp(
             "ddp_bucket",
-            "DDP, buckets of 100 MB",
+            "DDP with buckets of 100 MB",
             "bucket_cap_mb=100",
             lambda one: one.get("bucket_cap_mb") != 100,
         ),
         _ddp(
             "ddp_no_buffers",
-            "DDP, own buffers",
+            "DDP without broadcast of buffers",
             "broadcast_buffers=False",
             lambda one: bool(one.get("broadcast_buffers")) and bool(one.get("buffers")),
         ),
+        *(_threads(key, number) for key, number in threads),
         Candidate(
             "gc_freeze",
             "garbage collection frozen",
@@ -377,7 +387,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda seen: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
             environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
         ),
-        _compiled("compile_max_autotune", "torch.compile, max-autotune", "max-autotune"),
+        _compiled("compile_max_autotune", "torch.compile max-autotune", "max-autotune"),
     )
 
 
@@ -389,14 +399,19 @@ def following() -> dict[str, tuple[str, ...]]:
     return {one.name: one.keys for one in (*catalogue.CHANGES, *ranks.RANK_CHANGES) if one.keys}
 
 
-def in_order(candidates: Iterable[Candidate], predicted: Sequence[str]) -> list[Candidate]:
-    """Return the candidates in the order in which a recording proposes them, and then the others.
+FIRST = 0.1  # predicted savings of this share of the step decide the order
 
-    Of several that compile, all but the first come last: they take long, and only one of them can be made.
 
-    predicted: the ids of read-trace's changes, most worthwhile first.
+def in_order(candidates: Iterable[Candidate], predicted: Mapping[str, float]) -> list[Candidate]:
+    """Return the candidates in the order in which they are tried: what a recording predicts to save much comes first.
+
+    The others follow, those that usually save most first. Of several that compile, all but the first come last: they
+    take long, and only one of them can be made.
+
+    predicted: the share of the step that each of read-trace's changes is predicted to save, by its id.
     """
-    rank = {change: number for number, change in reversed(list(enumerate(predicted)))}
-    ordered = sorted(candidates, key=lambda one: min((rank[each] for each in one.follows if each in rank), default=1e9))
+    candidates = list(candidates)
+    gain = {one.key: max((predicted.get(each, 0.0) for each in one.follows), default=0.0) for one in candidates}
+    ordered = sorted(candidates, key=lambda one: -gain[one.key] if gain[one.key] >= FIRST else 0.0)
     late = [one for one in ordered if one.compiles][1:]
     return [one for one in ordered if one not in late] + late

@@ -17,8 +17,9 @@ class Measuring:
     the measured steps in µs. Each rank begins and finishes at the same step, so the caller decides when.
     """
 
-    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None):
+    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None, slow_us=None):
         self.torch, self.skip, self.least, self.seconds, self.most = torch, skip, least, seconds, most
+        self.slow_us = slow_us  # if all steps are longer, a few of them tell enough
         self.steps = 0
         self.began = time.perf_counter()
         self.ends = []  # of the steps of the warm-up, in s
@@ -56,7 +57,11 @@ class Measuring:
         few = len(times) < STEADY or (len(before) < 2 and sum(times) < 10)  # long steps need not be so many
         falls = before and statistics.median(before) > FALLING * statistics.median(latest)
         self.steady = self.quiet >= 2 and not few and not falls
-        return self.steady or late
+        return self.steady or late or self._is_slow(latest)
+
+    def _is_slow(self, times):
+        """Return whether the latest steps (s) are all clearly longer than they need to be, and nothing is compiled."""
+        return self.slow_us is not None and self.quiet >= 2 and len(times) >= STEADY and min(times) * 1e6 > self.slow_us
 
     def begin(self):
         """Begin to measure at the step that ends now."""
@@ -68,6 +73,8 @@ class Measuring:
     def enough(self):
         """Whether enough steps are measured."""
         count, seconds = len(self.marks) - 1, time.perf_counter() - self.marks[0][0]
+        if count >= STEADY and count >= self.stock and self._is_slow([one / 1e6 for one in self.so_far()]):
+            return True
         if count >= max(self.least, self.stock) and (seconds >= self.seconds or (self.most and count >= self.most)):
             return True
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time

@@ -17,7 +17,9 @@ def begin(torch, plan_path, load):
     """Start what the plan says, in this process. load: returns a module of this folder by its name."""
     with open(plan_path, encoding="utf-8") as file:
         plan = json.load(file)
-    Session(torch, plan, load).start()
+    session = Session(torch, plan, load)
+    session.start()
+    return session
 
 
 class Session:
@@ -234,8 +236,9 @@ class Timing:
         self.session, plan = session, session.plan
         measuring = session.load("measuring")
         self.measuring = measuring.Measuring(
-            session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most")
-        )
+            session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most"),
+            plan.get("slow_us"),
+        )  # fmt: skip
         self.steps_us = []
 
     @property
