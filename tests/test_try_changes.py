@@ -1,5 +1,6 @@
 """try-changes: which runs it makes and what it says of them, with programs that are simulated and with real ones."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -751,6 +753,82 @@ def test_a_run_that_looks_names_the_lines_of_the_program(forked):
     assert (losses, outputs, is_put_back) == (3, 4, True)
 
 
+# When a run ends.
+
+
+def steps_until_the_end(step_s, slow_us=None):
+    """Return how many steps a run makes, with a clock that only the steps move."""
+    spec = importlib.util.spec_from_file_location("measuring", ROOT / "tracereader/run/inside/measuring.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    clock = [0.0]
+    module.time = types.SimpleNamespace(perf_counter=lambda: clock[0])
+    measuring = module.Measuring(types.SimpleNamespace(cuda=None), slow_us=slow_us)
+    while not (measuring.measuring and measuring.enough):
+        clock[0] += step_s
+        measuring.ended()
+        if measuring.ready and not measuring.measuring:
+            measuring.begin()
+    return measuring.steps
+
+
+def test_a_run_that_is_clearly_slower_ends_after_a_few_steps():
+    assert steps_until_the_end(0.3, slow_us=200_000) == 10
+    assert steps_until_the_end(0.3, slow_us=400_000) == steps_until_the_end(0.3) == 17
+
+
+# Where an object was made.
+
+LIBRARY = """
+def train(where):
+    return where()
+"""
+PROGRAM = """
+import functools, importlib.util, json, sys, types
+sys.path.insert(0, sys.argv[2])
+import library
+spec = importlib.util.spec_from_file_location("changes", sys.argv[1])
+changes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(changes)
+torch = types.SimpleNamespace(__file__="/nonexistent/torch/__init__.py")
+print(json.dumps(library.train(lambda: changes.where(torch))))
+print(json.dumps(library.train(functools.partial(changes.where, torch))))
+"""
+
+
+@pytest.mark.parametrize("folder", ("site-packages", "checkout"))
+def test_a_line_is_the_programs_own_also_where_a_library_makes_the_object(tmp_path, folder):
+    (tmp_path / "own").mkdir()
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "library.py").write_text(LIBRARY)
+    script = tmp_path / "own" / "train.py"
+    script.write_text(PROGRAM)
+    inside = ROOT / "tracereader" / "run" / "inside" / "changes.py"
+    ran = subprocess.run(
+        [sys.executable, script, inside, tmp_path / folder],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=script.parent,
+    )
+    last = len(PROGRAM.splitlines())
+    nearest, found = map(json.loads, ran.stdout.splitlines())
+    library = "library.py:3" if folder == "site-packages" else f"{tmp_path / folder}/library.py:3"
+    assert nearest["line"] == f"train.py:{last - 1}"
+    assert found == {"line": f"train.py:{last}", "through": library}
+
+
+def test_what_the_trainer_makes_is_kept_by_its_arguments():
+    place = {"line": "train.py:30", "through": "transformers/trainer.py:1041", "parameters": 5, "name": "Bert"}
+    seen = Seen(modules=(place,), loaders=(place,), workers=8)
+    by_key = {one.key: one for one in all_candidates()}
+    argument = "dataloader_num_workers=8, dataloader_persistent_workers=True"
+    assert (
+        by_key["workers"].to_keep(seen) == f"TrainingArguments(…, {argument}) of the Trainer that runs at train.py:30"
+    )
+    assert by_key["compile"].to_keep(Seen(modules=(MODEL,))).endswith(" before its call at train.py:20")
+
+
 # Real programs.
 
 SLEEPER = """
@@ -856,6 +934,34 @@ def test_a_signal_ends_everything(tmp_path, scratch, number, status):
     ran.communicate()
     assert ran.returncode == status
     assert not processes_with(mark) and not list(scratch.iterdir())
+
+
+WRITER = """
+import atexit, tempfile, torch
+atexit.register(lambda: print("at exit", file=open("exit.txt", "a")))
+folder = tempfile.TemporaryDirectory(prefix="mine-", dir=".")
+log = open("log.txt", "a")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+log.write("first\\n")
+try:
+    while True:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+finally:
+    log.write("last\\n")
+"""
+
+
+def test_a_program_cleans_up_at_its_end_and_its_open_files_are_written(tmp_path, scratch):
+    (tmp_path / "train.py").write_text(WRITER)
+    flags = ["--minutes", "1", "--only", "tf32"]
+    ran = start(flags, [sys.executable, "train.py"], tmp_path, scratch)
+    _, said = ran.communicate()
+    assert ran.returncode == 0, said
+    assert (tmp_path / "exit.txt").read_text() == "at exit\n" * 2
+    assert (tmp_path / "log.txt").read_text() == "first\nlast\n" * 2
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["exit.txt", "log.txt", "train.py"]
 
 
 def test_a_program_without_torch_is_told_so(tmp_path, scratch):

@@ -64,6 +64,24 @@ class Seen(msgspec.Struct, frozen=True):
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
+# What makes a change where transformers' Trainer makes the objects, by the change's key.
+TRAINERS = {
+    "workers": "dataloader_num_workers={workers}, dataloader_persistent_workers=True",
+    "persistent_workers": "dataloader_persistent_workers=True",
+    "pin_memory": "dataloader_pin_memory=True",
+    "no_checkpoint": "gradient_checkpointing=False",
+    "tf32": "tf32=True",
+    "bf16": "bf16=True",
+    "fused_optimizer": 'optim="adamw_torch_fused"',
+    "compile": "torch_compile=True",
+    "compile_reduce_overhead": 'torch_compile=True, torch_compile_mode="reduce-overhead"',
+    "compile_max_autotune": 'torch_compile=True, torch_compile_mode="max-autotune"',
+    "ddp_bucket": "ddp_bucket_cap_mb=100",
+    "ddp_static_graph": "ddp_static_graph=True",
+    "ddp_no_buffers": "ddp_broadcast_buffers=False",
+}
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """One change that can be tried.
 
@@ -95,6 +113,15 @@ class Candidate(msgspec.Struct, frozen=True):
     def follows(self) -> tuple[str, ...]:
         """Return the ids of read-trace's changes that this one tries."""
         return tuple(change for change, keys in following().items() if self.key in keys)
+
+    def to_keep(self, seen: Seen) -> str:
+        """Return how the program's author keeps the change, and where: in the Trainer's arguments if there is one."""
+        argument = TRAINERS.get(self.key)
+        trains = [one for one in seen.modules if str(one.get("through", "")).startswith("transformers/trainer.py")]
+        if argument and trains:
+            line = trains[0]["line"]
+            return f"TrainingArguments(…, {argument.format(workers=seen.workers)}) of the Trainer that runs at {line}"
+        return self.keep(seen)
 
     @property
     def is_patch(self) -> bool:
@@ -146,7 +173,7 @@ def _compile(mode: str | None) -> Callable[[Seen], str]:
     def keep(seen: Seen) -> str:
         if seen.compiled and mode:
             return f"torch.compile(…, {argument}) at {at(seen.compiled)}"
-        return f"{_models(seen)}.compile({argument}) before {at(_called(seen))}"
+        return f"{_models(seen, f'compile({argument})')} before its call at {at(_called(seen))}"
 
     return keep
 
@@ -175,9 +202,18 @@ def _called(seen: Seen) -> Sequence[Place]:
     return [one for one in seen.modules if one.get("parameters", 0) * 100 >= most]
 
 
-def _models(seen: Seen) -> str:
+def _models(seen: Seen, call: str) -> str:
+    """Return a call of a method of the model as text, with the model's class; of each model if there are several."""
     names = list(dict.fromkeys(str(one["name"]) for one in _called(seen)))
-    return f"the {names[0]}" if len(names) == 1 else "each model"
+    return (
+        f"model.{call}, where the model is {_with_article(names[0])},"
+        if len(names) == 1
+        else f"model.{call} of each model"
+    )
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _is_float32(seen: Seen) -> bool:
@@ -300,8 +336,8 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "channels_last",
             lambda seen: any(one.get("convolutions") and one.get("four_dimensions") for one in seen.modules),
             lambda seen: (
-                f"{_models(seen)}.to(memory_format=torch.channels_last), and the same for its images, "
-                f"before {at(_called(seen))}"
+                f"{_models(seen, 'to(memory_format=torch.channels_last)')}, and the same for its images, "
+                f"before its call at {at(_called(seen))}"
             ),
         ),
         Candidate(

@@ -171,7 +171,7 @@ def page(session: Session) -> tuple[str, list[str]]:
 def _how_to_keep(session: Session, key: str) -> tuple[str, str]:
     change = session.by_key[key]
     unknown = "" if session.is_known_to_help(key) else " (its part is within the noise)"
-    return f"{change.title}{unknown}", change.keep(session.seen)
+    return f"{change.title}{unknown}", change.to_keep(session.seen)
 
 
 def _step(session: Session, keys: tuple[str, ...]) -> float:
@@ -244,7 +244,7 @@ def as_json(session: Session, program: Sequence[str]) -> str:
             "changes": [_row(session, keys) for keys in singles],
             "several": [_row(session, keys) for keys in several],
             "together": list(session.together),
-            "keep": {key: session.by_key[key].keep(session.seen) for key in session.together},
+            "keep": {key: session.by_key[key].to_keep(session.seen) for key in session.together},
             "failed": [{"changes": list(keys), "why": why} for keys, why in session.failures.items()],
             "not_tried": [{"change": one.key, "why": one.why} for one in session.skipped],
             "predicted": session.predicted,
