@@ -209,7 +209,7 @@ def test_what_is_most_likely_to_help_runs_together_first_where_the_time_is_short
     """Four minutes of runs that take half a minute: the row of several changes is there, and is what is named."""
     seen = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), checkpoints=({"line": "a.py:3"},),
                 torch="2.15.0", threads=4, workers=4)  # fmt: skip
-    effects = {"workers": 0.7, "no_checkpoint": 0.7, "fused_optimizer": 0.8, "compile": 0.8}
+    effects = {"workers": 0.7, "no_checkpoint": 0.7, "fused_optimizer": 0.8}
     program = Simulated(effects, seen, seconds=24.0, noise=0.01)
     session = searched(program, minutes=4)
     assert session.runs[1].keys == tuple(sorted(effects)) == session.together
@@ -294,7 +294,7 @@ def test_a_slow_drift_is_no_saving():
     steps = [100.0 * 1.05**number for number in range(9)]
     kinds = [number % 2 == 0 for number in range(9)]
     pairs = [_pair(savings.beside(kinds, steps, number), steps[number]) for number in range(1, 9, 2)]
-    assert abs(savings.saving(pairs, savings.Noise(0.01, 10)).share) < 0.002
+    assert abs(savings.saving(pairs, savings.Noise(0.01, 10, 0.01)).share) < 0.002
 
 
 def _pair(beside, step):
@@ -304,7 +304,7 @@ def _pair(beside, step):
 
 def test_more_runs_make_the_interval_narrower():
     pair = (100.0, 90.0, 2)
-    noise = savings.Noise(0.02, 10)
+    noise = savings.Noise(0.02, 10, 0.02)
     one, four = savings.saving([pair], noise), savings.saving([pair] * 4, noise)
     assert one.share == four.share == pytest.approx(0.1)
     assert four.plus_minus < 0.7 * one.plus_minus
@@ -318,7 +318,7 @@ def test_a_few_equal_runs_do_not_make_a_small_noise():
 
 
 def test_a_small_saving_needs_several_runs_that_agree():
-    quiet = savings.Noise(0.01, 10)
+    quiet = savings.Noise(0.01, 10, 0.01)
     assert not savings.saving([(100.0, 93.0, 2)], quiet).helps
     assert savings.saving([(100.0, 93.0, 2)] * 2, quiet).helps
     assert savings.saving([(100.0, 50.0, 2)], quiet).helps
@@ -327,11 +327,11 @@ def test_a_small_saving_needs_several_runs_that_agree():
 
 def test_one_disturbed_run_of_three_does_not_move_a_saving():
     pairs = [(100.0, 70.0, 2), (100.0, 140.0, 2), (100.0, 69.0, 2)]
-    assert savings.saving(pairs, savings.Noise(0.1, 10)).share == pytest.approx(0.3)
+    assert savings.saving(pairs, savings.Noise(0.1, 10, 0.1)).share == pytest.approx(0.3)
 
 
 def test_a_change_that_takes_many_times_as_long_is_beyond_a_large_noise():
-    assert savings.saving([(5.0, 198.0, 2)], savings.Noise(0.4, 5)).harms
+    assert savings.saving([(5.0, 198.0, 2)], savings.Noise(0.4, 5, 0.4)).harms
 
 
 def test_a_machine_that_is_busy_within_a_run_makes_the_interval_wider():

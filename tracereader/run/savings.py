@@ -12,19 +12,25 @@ import msgspec
 STUDENTS_T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3.01, 2.98, 2.95)
 # What two runs of one program usually differ by (one standard deviation) on a machine with nothing else to do and on a
 # busy one, and how many measured differences this knowledge is worth.
-USUAL_NOISE, BUSY_NOISE, USUAL_WORTH = 0.02, 0.15, 3
+USUAL_NOISE, BUSY_NOISE, USUAL_WORTH = 0.02, 0.06, 3
 WORTH = 0.01  # a smaller saving is called none
 BLOCKS = 5
-FAR = {1: 3.0, 2: 1.5}  # the saving by its interval that convinces after so many runs; 1 after more
+FAR, FAR_AFTER = {1: 3.0, 2: 1.5}, 1.2  # the saving by its interval that convinces after so many runs, and after more
 MEDIAN_FROM = 3  # runs with a change, from which on their median is taken, which one disturbed run does not move
+TRIMMED = 0.2  # the share of differences that may come from disturbed runs
+OF_TRIMMED = 1.51  # the deviation of normal differences by that of those that are left
 MEDIANS_ERROR = 1.25  # the standard error of a median by that of a mean
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """By which share two runs of the same program differ (one standard deviation), and the degrees of freedom."""
+    """By which share two runs of the same program differ (one standard deviation), and the degrees of freedom.
+
+    usual: the same without the largest differences, which a single disturbed run makes.
+    """
 
     share: float
     freedom: int
+    usual: float
 
 
 class Saving(msgspec.Struct, frozen=True):
@@ -47,8 +53,12 @@ class Saving(msgspec.Struct, frozen=True):
     def helps(self) -> bool:
         """Return whether the saving is beyond the noise, and the runs agree: of four, one may be disturbed."""
         agrees = self.runs - self.faster <= self.runs // 4
-        needed = FAR.get(self.runs, 1.0)
-        return self.share > WORTH and agrees and -math.log(1 - self.share) > needed * self.error
+        return agrees and self.share > max(WORTH, self.least_shown)
+
+    @property
+    def least_shown(self) -> float:
+        """Return the least saving that so many runs show beside the noise."""
+        return 1 - math.exp(-FAR.get(self.runs, FAR_AFTER) * self.error)
 
     @property
     def harms(self) -> bool:
@@ -97,17 +107,25 @@ def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> N
     """Return by which share two runs of the same program differ.
 
     series: the steps (µs) of each program's runs, in the order in which they ran. Only neighbors are compared, because
-    a machine becomes slower or faster over minutes. All differences count, also those of disturbed runs: where a third
-    of the runs is disturbed, medians of a few runs are, too. usual: what they differ by as far as is known without
+    a machine becomes slower or faster over minutes. usual: what they differ by as far as is known without
     them.
     """
     differences = []
     for runs in series:
         logs = [math.log(one) for one in runs]
         differences += [b - a for a, b in itertools.pairwise(logs)]
-    total = USUAL_WORTH * usual**2 + math.fsum(one**2 for one in differences) / 2
     freedom = USUAL_WORTH + len(differences)
-    return Noise(math.sqrt(total / freedom), freedom)
+
+    def deviation(squares: float) -> float:
+        return math.sqrt((USUAL_WORTH * usual**2 + squares / 2) / freedom)
+
+    squares = sorted(one**2 for one in differences)
+    kept = squares[: len(squares) - int(TRIMMED * len(squares))]
+    share = deviation(math.fsum(squares))
+    trimmed = (
+        deviation(math.fsum(kept) * len(squares) / len(kept) * OF_TRIMMED**2) if len(kept) < len(squares) else share
+    )
+    return Noise(share, freedom, min(share, trimmed))
 
 
 def saving(pairs: Sequence[tuple[float, float, int]], noise: Noise) -> Saving:
@@ -121,7 +139,8 @@ def saving(pairs: Sequence[tuple[float, float, int]], noise: Noise) -> Saving:
     share = 1 - math.exp(statistics.median(logs) if is_median else statistics.fmean(logs))
     # The runs as it is on both sides of a run are shared with its neighbors, so that they count once.
     around = min(len(pairs) + 1, sum(number for *_, number in pairs))
-    error = noise.share * math.sqrt((MEDIANS_ERROR**2 if is_median else 1) / len(pairs) + 1 / around)
+    deviation = noise.usual if is_median else noise.share
+    error = deviation * math.sqrt((MEDIANS_ERROR**2 if is_median else 1) / len(pairs) + 1 / around)
     error *= STUDENTS_T[min(noise.freedom, len(STUDENTS_T)) - 1]
     return Saving(share, error, len(logs), sum(one < 0 for one in logs))
 

@@ -30,7 +30,7 @@ from tracereader.run.savings import (
 AS_IT_IS: tuple[str, ...] = ()
 SINGLES = 0.55  # of the time, before those that help are tried together
 LEAST_LIMIT_S, COMPILE_LIMIT_S = 30.0, 240.0
-COMPILE_S = 30.0  # what compiling adds to a run, before one has been seen
+COMPILE_S = {True: 30.0, False: 60.0}  # what compiling for a GPU, or for the CPU, adds to a run, before one was seen
 COMPILE_SHARE = 0.15  # of the time, from which on a change that compiles waits for those that do not
 NO_TIME, NOTHING_TO_CHANGE = "no time was left", "nothing in the program to change"
 SAVING_S = 2.0  # for ending the last run and printing
@@ -167,7 +167,7 @@ class Session:
         if not compiled:
             return base
         known = [extra for earlier, extra in self._extra_s.items() if set(compiled) & set(earlier)]
-        return base + (self._extra_s.get(keys) or max(known, default=COMPILE_S))
+        return base + (self._extra_s.get(keys) or max(known, default=COMPILE_S[self.seen.on_gpu]))
 
     def fits(self, *runs: tuple[str, ...]) -> bool:
         """Return whether the time is enough for these runs."""
@@ -259,7 +259,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     session.candidates = in_order([one for one in chosen if one.applies(first.seen)], session.predicted)
     session.skipped += [Failed(one.key, NOTHING_TO_CHANGE) for one in chosen if one.key in only]
     session.skipped = [one for one in session.skipped if one.key not in session.by_key]
-    session.is_short = COMPILE_SHARE * session.left_s < COMPILE_S
+    session.is_short = COMPILE_SHARE * session.left_s < COMPILE_S[session.seen.on_gpu]
     if session.is_short:
         session.candidates.sort(key=lambda one: one.compiles)
     session.say(_announcement(session, first))

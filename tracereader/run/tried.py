@@ -1,6 +1,7 @@
 """Shows what was measured: the table, the lines to change, and JSON."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import msgspec
@@ -24,7 +25,7 @@ def saved_text(found: Saving) -> str:
     if found.helps:
         return f"{found.share:.0%} ± {max(1, round(100 * found.plus_minus))}"
     if found.harms:
-        return f"{-found.share:.0%} longer"
+        return f"{-found.share:.0%} longer" if found.share > -1 else f"{1 - found.share:.0f} times as long"
     return "within noise" if found.is_noise else "none"
 
 
@@ -49,7 +50,11 @@ def _name(session: Session, keys: tuple[str, ...]) -> str:
     added = [key for key in keys if key not in session.together]
     if len(added) == 1 and set(session.together) < set(keys):
         return f"  and {session.by_key[added[0]].title}"
-    return " + ".join(titles)
+    return f"{_count(len(keys))} together"
+
+
+def _titles(session: Session, keys: tuple[str, ...]) -> str:
+    return " + ".join(session.by_key[key].title for key in keys)
 
 
 def _count(number: int) -> str:
@@ -117,6 +122,8 @@ def shown(session: Session) -> Shown:
     rows, below = [], {}
     for keys, step in zip((AS_IT_IS, *singles, *several), figures, strict=True):
         measured = keys != AS_IT_IS
+        if len(keys) > 1 and _name(session, keys).endswith("together"):
+            below[len(rows)] = _titles(session, keys)
         guess = predicted(session, keys) if measured else None
         rows.append(
             [
@@ -130,7 +137,7 @@ def shown(session: Session) -> Shown:
         )
     for keys, why in session.failures.items():
         if not session.of(keys):
-            below[len(rows)] = why
+            below[len(rows)] = f"{_titles(session, keys)}: {why}" if len(keys) > 1 else why
             rows.append([_name(session, keys), "fails", *[""] * (len(heads) - 2)])
     best = session.saving(session.together) if session.together else None
     keep = [_how_to_keep(session, key) for key in session.together] if best is not None and best.helps else []
@@ -191,14 +198,14 @@ def _sentences(
     noise = session.noise.share
     measured = (*singles, *several)
     lines = []
-    if nothing and singles:
+    if nothing and measured:
         lines.append("Nothing helps: no change saves more than the noise and 1% of the step.")
     elif nothing:
         lines.append("No change was measured.")
     unclear = [saved for keys in measured if (saved := session.saving(keys)) is not None and saved.is_noise]
     runs = f"{len(session.as_it_is)} run{'s' if len(session.as_it_is) > 1 else ''} as it is"
     if unclear:
-        least = max(1, round(100 * max(one.plus_minus for one in unclear)))
+        least = max(1, round(100 * statistics.median(one.least_shown for one in unclear)))
         lines.append(f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.")
     reasons = {}
     for keys in measured:
