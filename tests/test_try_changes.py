@@ -125,8 +125,8 @@ def test_a_large_saving_is_found_beside_disturbed_runs(searched):
 
 
 def test_a_busy_machine_needs_more_to_be_convinced(searched, monkeypatch):
-    quiet = searched(Simulated({"workers": 0.8}, ON_CPU, noise=0.0), minutes=1).saving(("workers",))
-    program = Simulated({"workers": 0.8}, ON_CPU, noise=0.0)
+    quiet = searched(Simulated({"workers": 0.88}, ON_CPU, noise=0.0), minutes=1).saving(("workers",))
+    program = Simulated({"workers": 0.88}, ON_CPU, noise=0.0)
     said = []
     monkeypatch.setattr(search, "run_once", program.run_once)
     monkeypatch.setattr(search.time, "monotonic", program.monotonic)

@@ -216,6 +216,12 @@ def _with_article(name: str) -> str:
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 
 
+def _without_checkpoints(seen: Seen) -> str:
+    if any(str(one.get("through", "")).startswith("transformers/") for one in seen.checkpoints):
+        return f"leave out gradient_checkpointing_enable() of the model that is called at {at(_called(seen))}"
+    return f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}"
+
+
 def _is_float32(seen: Seen) -> bool:
     return any(one.get("dtype") == "float32" and not one.get("autocast") for one in seen.modules)
 
@@ -227,7 +233,7 @@ def _half_attention(seen: Seen) -> bool:
 
 def _attention(name: str, needs: Callable[[Seen], bool]) -> Candidate:
     function = {"flash": "FLASH_ATTENTION", "mem_efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}[name]
-    shown = {"flash": "flash attention", "mem_efficient": "memory-efficient attention", "cudnn": "cuDNN's attention"}
+    shown = {"flash": "flash attention", "mem_efficient": "efficient attention", "cudnn": "cuDNN's attention"}
     return Candidate(
         f"attention_{name}",
         shown[name],
@@ -259,7 +265,7 @@ def cpus() -> int:
 def _threads(key: str, number: int) -> Candidate:
     return Candidate(
         key,
-        f"{number} CPU thread{'s' if number > 1 else ''} for each op",
+        f"{number} CPU thread{'s' if number > 1 else ''}",
         lambda seen: not seen.on_gpu and number != seen.threads and number >= 1,
         lambda seen: f"OMP_NUM_THREADS={number} in the environment, or torch.set_num_threads({number})",
         group="threads",
@@ -293,9 +299,9 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         ),
         Candidate(
             "no_checkpoint",
-            "no activation checkpointing",
+            "no checkpointing",
             lambda seen: bool(seen.checkpoints),
-            lambda seen: f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}",
+            _without_checkpoints,
             often=True,
         ),
         Candidate(
@@ -315,7 +321,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             group="optimizer",
             usual=True,
         ),
-        _compiled("compile_reduce_overhead", "torch.compile reduce-overhead", "reduce-overhead"),
+        _compiled("compile_reduce_overhead", "compile reduce-overhead", "reduce-overhead"),
         Candidate(
             "foreach_optimizer",
             "foreach optimizer",
@@ -350,7 +356,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         ),
         Candidate(
             "pin_memory",
-            "pinned memory and non_blocking copies",
+            "pinned memory",
             lambda seen: seen.on_gpu and any(not one.get("pin_memory") for one in seen.loaders),
             lambda seen: (
                 f"DataLoader(…, pin_memory=True) at {at(seen.loaders)}, and non_blocking=True "
@@ -387,32 +393,32 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         _attention("mem_efficient", lambda seen: seen.on_gpu and bool(seen.attention)),
         _ddp(
             "ddp_static_graph",
-            "DDP with a static graph",
+            "DDP static graph",
             "static_graph=True",
             lambda one: not one.get("static_graph"),
         ),
         _ddp(
             "ddp_bucket_view",
-            "DDP with gradients in the buckets",
+            "DDP bucket view",
             "gradient_as_bucket_view=True",
             lambda one: not one.get("gradient_as_bucket_view"),
         ),
         _ddp(
             "ddp_bucket",
-            "DDP with buckets of 100 MB",
+            "DDP buckets of 100 MB",
             "bucket_cap_mb=100",
             lambda one: one.get("bucket_cap_mb") != 100,
         ),
         _ddp(
             "ddp_no_buffers",
-            "DDP without broadcast of buffers",
+            "DDP own buffers",
             "broadcast_buffers=False",
             lambda one: bool(one.get("broadcast_buffers")) and bool(one.get("buffers")),
         ),
         *(_threads(key, number) for key, number in threads),
         Candidate(
             "gc_freeze",
-            "garbage collection frozen",
+            "gc.freeze()",
             lambda seen: True,
             lambda seen: "gc.collect(); gc.freeze() after the first steps",
         ),
@@ -423,7 +429,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda seen: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
             environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
         ),
-        _compiled("compile_max_autotune", "torch.compile max-autotune", "max-autotune"),
+        _compiled("compile_max_autotune", "compile max-autotune", "max-autotune"),
     )
 
 

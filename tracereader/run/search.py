@@ -397,7 +397,8 @@ def _measure_again(session: Session, until: float) -> None:
         if session.runs[-1].keys != AS_IT_IS:
             _run(session)
         _run(session, keys)
-        _run(session)
+        if session.fits(AS_IT_IS):
+            _run(session)
 
 
 def _helping(session: Session) -> list[str]:
@@ -426,11 +427,12 @@ def _all_together(session: Session) -> None:
     chosen = _or_the_bet(session, chosen)
     if len(chosen) > 1:
         session.together = tuple(sorted(chosen))
-        if session.fits(AS_IT_IS):
+        if session.runs[-1].keys != AS_IT_IS and session.fits(AS_IT_IS):
             _run(session)
         chosen = _each_left_out(session, chosen)
     session.together = tuple(sorted(chosen))
-    if chosen:
+    found = session.saving(session.together) if chosen else None
+    if found is not None and found.helps:
         chosen = _each_added(session, chosen)
         session.together = tuple(sorted(chosen))
 

@@ -13,6 +13,8 @@ from tracereader.run.savings import Difference, Saving
 from tracereader.run.search import AS_IT_IS, NO_TIME, NOTHING_TO_CHANGE, Session
 from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns, strict_json
 
+NOISY = 0.05  # a machine on which equal runs differ by more is said to be noisy
+
 
 def show_list(candidates: Sequence[Candidate]) -> None:
     """Print each change that can be tried, and the changes of read-trace that it follows."""
@@ -63,15 +65,15 @@ def _count(number: int) -> str:
 
 
 def _apart(first: Saving, second: Saving) -> float:
-    """Return by how much two savings must differ to be told apart. The intervals have 99%; 95% is enough for that."""
+    """Return by how much two savings must differ to be beyond the noise. 95% is enough, of intervals of 99%."""
     return 0.75 * math.hypot(first.plus_minus, second.plus_minus)
 
 
 def sets_in_order(session: Session) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Return the single changes that were measured, and the sets of several.
 
-    The largest saving comes first, then what is within the noise, then what takes longer. Of changes that cannot be
-    told apart, the one that was proposed first comes first, so that a second search gives the same order.
+    The largest saving comes first, then what is within the noise, then what takes longer. Changes whose savings differ
+    by less than the noise keep the order in which they were proposed, so that a second search gives the same order.
     """
     kinds = [one for one in dict.fromkeys(one.keys for one in session.runs) if one != AS_IT_IS]
     proposed = [(one.key,) for one in session.candidates]
@@ -182,9 +184,8 @@ def _how_to_keep(session: Session, key: str) -> tuple[str, str]:
 
 
 def _step(session: Session, keys: tuple[str, ...]) -> float:
-    """Return the step (µs) that the table shows: of all runs with these changes, the upper median."""
-    steps = sorted(one.step_us for one in session.of(keys))
-    return steps[len(steps) // 2]
+    """Return the step (µs) that the table shows: the median of all runs with these changes."""
+    return statistics.median(one.step_us for one in session.of(keys))
 
 
 def _memory(runs: Sequence) -> str:
@@ -206,7 +207,10 @@ def _sentences(
     runs = f"{len(session.as_it_is)} run{'s' if len(session.as_it_is) > 1 else ''} as it is"
     if unclear:
         least = max(1, round(100 * statistics.median(one.least_shown for one in unclear)))
-        lines.append(f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.")
+        more = " A machine with nothing else to do, or more --minutes, shows smaller ones." if noise > NOISY else ""
+        lines.append(
+            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.{more}"
+        )
     reasons = {}
     for keys in measured:
         found = session.difference(keys)
@@ -223,13 +227,15 @@ def _sentences(
     if off:
         names = ", ".join(_name(session, keys) for keys in off)
         lines.append(f"Faster with other results, so that it is not among those that help: {names}.")
-    for reason, start in (
-        (NO_TIME, "Not tried, because the time was over (--minutes)"),
-        (NOTHING_TO_CHANGE, "Nothing in the program to change"),
+    within = {key for keys in several for key in keys}
+    late = [one.key for one in session.skipped if one.why == NO_TIME]
+    for start, keys in (
+        ("Measured beside others only, because the time was over (--minutes)", [key for key in late if key in within]),
+        ("Not tried, because the time was over (--minutes)", [key for key in late if key not in within]),
+        ("Nothing in the program to change", [one.key for one in session.skipped if one.why == NOTHING_TO_CHANGE]),
     ):
-        titles = [title_of(one.key) for one in session.skipped if one.why == reason]
-        if titles:
-            lines.append(f"{start}: {', '.join(titles)}.")
+        if keys:
+            lines.append(f"{start}: {', '.join(map(title_of, keys))}.")
     return lines
 
 
