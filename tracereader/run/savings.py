@@ -52,17 +52,17 @@ class Saving(msgspec.Struct, frozen=True):
     @property
     def helps(self) -> bool:
         """Return whether the saving is beyond the noise, and the runs agree: of four, one may be disturbed."""
-        agrees = self.runs - self.faster <= self.runs // 4
-        return agrees and self.share > max(WORTH, self.least_shown)
+        return self.share > max(WORTH, self.least_shown) and self.runs - self.faster <= self.runs // 4
+
+    @property
+    def harms(self) -> bool:
+        """Return whether the step is longer beyond the noise, and the runs agree."""
+        return 1 - 1 / (1 - self.share) > max(WORTH, self.least_shown) and self.faster <= self.runs // 4
 
     @property
     def least_shown(self) -> float:
         """Return the least saving that so many runs show beside the noise."""
         return 1 - math.exp(-FAR.get(self.runs, FAR_AFTER) * self.error)
-
-    @property
-    def harms(self) -> bool:
-        return self.share < -WORTH and math.log(1 - self.share) > self.error
 
     @property
     def is_noise(self) -> bool:

@@ -84,9 +84,9 @@ def _begin(torch):
 
 
 def _leave():
-    """End a measured program at once, after all that it does at its exit: to take torch apart can take seconds."""
+    """End a run of try-changes at once, after all that it does at its exit: to take torch apart can take seconds."""
     one = _session
-    if one is None or not one.exits or one.plan["mode"] != "measure" or os.getpid() != one.pid:
+    if one is None or not one.exits or one.plan["changes"] is None or os.getpid() != one.pid:
         return
     import contextlib
     import gc
