@@ -242,7 +242,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     if load > BUSY * cpus():
         session.usual_noise = BUSY_NOISE
         session.say(
-            f"other programs keep this machine busy (load {load:.1f}, {cpus()} CPUs), so that the figures are wide"
+            f"other programs keep this machine busy (load {load:.1f}, {cpus()} CPUs), which makes its figures vary"
         )
     first = session.run(look="record")
     if first is None and session.made_steps:  # such as a program that starts a profiler of its own

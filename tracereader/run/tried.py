@@ -13,6 +13,7 @@ from tracereader.run.savings import Difference, Saving
 from tracereader.run.search import AS_IT_IS, NO_TIME, NOTHING_TO_CHANGE, Session
 from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns, strict_json
 
+CROWDED = 0.05  # the share of the time that other programs cost, from which on it is said
 NOISY = 0.05  # a machine on which equal runs differ by more is said to be noisy
 
 
@@ -211,6 +212,9 @@ def _sentences(
         lines.append(
             f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.{more}"
         )
+    others = statistics.median(one.others for one in session.runs)
+    if others > CROWDED:
+        lines.append(f"Other programs had the CPUs for {others:.0%} of the time, which is left out of the steps.")
     reasons = {}
     for keys in measured:
         found = session.difference(keys)
@@ -288,7 +292,10 @@ def _difference(found: Difference) -> dict:
 def _runs(session: Session, keys: tuple[str, ...]) -> dict:
     runs = session.of(keys)
     return {
-        "runs": [{"step_us": one.step_us, "steps": len(one.steps_us), "seconds": one.seconds} for one in runs],
+        "runs": [
+            {"step_us": one.step_us, "steps": len(one.steps_us), "seconds": one.seconds, "others": one.others}
+            for one in runs
+        ],
         "peak_bytes": max((one.peak_bytes for one in runs if one.peak_bytes), default=None),
     }
 

@@ -237,9 +237,9 @@ class Timing:
         measuring = session.load("measuring")
         self.measuring = measuring.Measuring(
             session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most"),
-            plan.get("slow_us"),
+            plan.get("slow_us"), session.load("contention").Contention() if session.local_world_size == 1 else None,
         )  # fmt: skip
-        self.steps_us = []
+        self.steps_us, self.wall_us = [], None
 
     @property
     def steps(self):
@@ -257,6 +257,7 @@ class Timing:
             if session.leads and measuring.enough:
                 session.decide("stop")
             if session.due("stop"):
+                self.wall_us = sum(measuring.so_far())
                 self.steps_us = measuring.finish()
                 session.why = "measured"
                 session.done()
@@ -273,7 +274,7 @@ class Timing:
         """Take back what was put into torch: nothing."""
 
     def facts(self):
-        return {"steps_us": self.steps_us, "steady": self.measuring.steady}
+        return {"steps_us": self.steps_us, "wall_us": self.wall_us, "steady": self.measuring.steady}
 
 
 def _number(names, default):
