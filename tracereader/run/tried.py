@@ -222,7 +222,8 @@ def _sentences(
             reasons.setdefault((found.kind, found.why), []).append((keys, found))
     for (kind, why), rows in reasons.items():
         trend = f" (the mean of the last quarter differs by {rows[0][1].size:.1%})" if kind == "not comparable" else ""
-        names = ", ".join(_name(session, one).strip() for one, _ in rows[:4])
+        alone = [one for one, _ in rows if len(one) == 1] or [one for one, _ in rows]
+        names = ", ".join(_name(session, one).strip() for one in alone)
         lines.append(f"{capitalized(kind)}: {names}: {why}{trend}." if kind == "not comparable" else f"{names}: {why}.")
     compared = max((session.difference(keys).compared for keys in measured), default=0)
     if compared and session.as_it_is[0].losses:
