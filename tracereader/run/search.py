@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.findings.finding import in_one_unit
 from tracereader.run.candidates import Candidate, Seen, all_candidates, cpus, in_order
 from tracereader.run.program import RECORDING
 from tracereader.run.runs import Run, run_once
@@ -314,7 +315,8 @@ def _announcement(session: Session, first: Run) -> str:
 
 def _told(session: Session, keys: tuple[str, ...], one: Run | None) -> None:
     name = " + ".join(session.by_key[key].title for key in keys) or "as it is"
-    result = f"{one.step_us / 1e3:.3g} ms a step" if one else session.failures.get(tuple(sorted(keys)), session.failure)
+    unit, (step,) = in_one_unit([one.step_us if one else 0.0])
+    result = f"{step} {unit} a step" if one else session.failures.get(tuple(sorted(keys)), session.failure)
     session.say(f"{name}: {result} ({(time.monotonic() - session.began) / 60:.1f} min)")
 
 
