@@ -1,6 +1,5 @@
 """Decides which run comes next: each change by itself, those that help together, and each of them left out once."""
 
-import math
 import os
 import statistics
 import time
@@ -112,7 +111,8 @@ class Session:
         if self._noise_of != len(self.runs):
             kinds = dict.fromkeys(one.keys for one in self.runs)
             spreads = [spread_of(one.steps_us, one.stock) for one in self.runs]
-            usual = max(self.usual_noise, math.sqrt(statistics.fmean(one**2 for one in spreads)))
+            # The median: a change that makes steps uneven, such as too many threads, says nothing of the others.
+            usual = max(self.usual_noise, statistics.median(spreads))
             self._noise = noise_of([[one.step_us for one in self.of(keys)] for keys in kinds], usual)
             self._noise_of = len(self.runs)
         return self._noise
