@@ -173,7 +173,7 @@ def _compile(mode: str | None) -> Callable[[Seen], str]:
     def keep(seen: Seen) -> str:
         if seen.compiled and mode:
             return f"torch.compile(…, {argument}) at {at(seen.compiled)}"
-        return f"{_models(seen, f'compile({argument})')} before its call at {at(_called(seen))}"
+        return f"model.compile({argument}) {_before_its_call(seen)}"
 
     return keep
 
@@ -202,14 +202,11 @@ def _called(seen: Seen) -> Sequence[Place]:
     return [one for one in seen.modules if one.get("parameters", 0) * 100 >= most]
 
 
-def _models(seen: Seen, call: str) -> str:
-    """Return a call of a method of the model as text, with the model's class; of each model if there are several."""
+def _before_its_call(seen: Seen) -> str:
+    """Return where the model is called, with its class, as text; for each model if there are several."""
     names = list(dict.fromkeys(str(one["name"]) for one in _called(seen)))
-    return (
-        f"model.{call}, where the model is {_with_article(names[0])},"
-        if len(names) == 1
-        else f"model.{call} of each model"
-    )
+    which = f"the model is {_with_article(names[0])}" if len(names) == 1 else "for each model"
+    return f"before its call at {at(_called(seen))} ({which})"
 
 
 def _with_article(name: str) -> str:
@@ -342,8 +339,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "channels_last",
             lambda seen: any(one.get("convolutions") and one.get("four_dimensions") for one in seen.modules),
             lambda seen: (
-                f"{_models(seen, 'to(memory_format=torch.channels_last)')}, and the same for its images, "
-                f"before its call at {at(_called(seen))}"
+                "model.to(memory_format=torch.channels_last), and the same for its images, " + _before_its_call(seen)
             ),
         ),
         Candidate(
