@@ -5,7 +5,7 @@ in its declaration (tracereader/changes).
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 import msgspec
@@ -64,6 +64,24 @@ class Seen(msgspec.Struct, frozen=True):
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
+# What makes a change where transformers' Trainer makes the objects, by the change's key.
+TRAINERS = {
+    "workers": "dataloader_num_workers={workers}, dataloader_persistent_workers=True",
+    "persistent_workers": "dataloader_persistent_workers=True",
+    "pin_memory": "dataloader_pin_memory=True",
+    "no_checkpoint": "gradient_checkpointing=False",
+    "tf32": "tf32=True",
+    "bf16": "bf16=True",
+    "fused_optimizer": 'optim="adamw_torch_fused"',
+    "compile": "torch_compile=True",
+    "compile_reduce_overhead": 'torch_compile=True, torch_compile_mode="reduce-overhead"',
+    "compile_max_autotune": 'torch_compile=True, torch_compile_mode="max-autotune"',
+    "ddp_bucket": "ddp_bucket_cap_mb=100",
+    "ddp_static_graph": "ddp_static_graph=True",
+    "ddp_no_buffers": "ddp_broadcast_buffers=False",
+}
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """One change that can be tried.
 
@@ -71,7 +89,8 @@ class Candidate(msgspec.Struct, frozen=True):
     name. group: of changes of one group, only one can be made at a time.
     environment: variables that make the change; nothing is patched then. compiles: whether a run with it compiles.
     other_numbers: why equal seeds may give other random numbers with it; empty if they may not. usual: whether it
-    hardly ever costs anything, so that it is tried beside others though it saves little alone.
+    hardly ever costs anything, so that it is tried beside others though it saves little alone. often: whether it mostly
+    saves where it applies, and keeps the results.
     """
 
     key: str
@@ -83,11 +102,26 @@ class Candidate(msgspec.Struct, frozen=True):
     compiles: bool = False
     other_numbers: str = ""
     usual: bool = False
+    often: bool = False
+
+    @property
+    def is_safe(self) -> bool:
+        """Return whether it is likely to save time and to keep the results: it may be tried beside others at once."""
+        return self.usual or self.often
 
     @property
     def follows(self) -> tuple[str, ...]:
         """Return the ids of read-trace's changes that this one tries."""
         return tuple(change for change, keys in following().items() if self.key in keys)
+
+    def to_keep(self, seen: Seen) -> str:
+        """Return how the program's author keeps the change, and where: in the Trainer's arguments if there is one."""
+        argument = TRAINERS.get(self.key)
+        trains = [one for one in seen.modules if str(one.get("through", "")).startswith("transformers/trainer.py")]
+        if argument and trains:
+            line = trains[0]["line"]
+            return f"TrainingArguments(…, {argument.format(workers=seen.workers)}) of the Trainer that runs at {line}"
+        return self.keep(seen)
 
     @property
     def is_patch(self) -> bool:
@@ -139,7 +173,7 @@ def _compile(mode: str | None) -> Callable[[Seen], str]:
     def keep(seen: Seen) -> str:
         if seen.compiled and mode:
             return f"torch.compile(…, {argument}) at {at(seen.compiled)}"
-        return f"{_models(seen)}.compile({argument}) before {at(_called(seen))}"
+        return f"model.compile({argument}) {_before_its_call(seen)}"
 
     return keep
 
@@ -158,6 +192,7 @@ def _compiled(key: str, title: str, mode: str | None = None) -> Candidate:
         group="compile",
         compiles=True,
         other_numbers="compiled code draws other random numbers",
+        often=mode != "max-autotune",
     )
 
 
@@ -167,9 +202,21 @@ def _called(seen: Seen) -> Sequence[Place]:
     return [one for one in seen.modules if one.get("parameters", 0) * 100 >= most]
 
 
-def _models(seen: Seen) -> str:
+def _before_its_call(seen: Seen) -> str:
+    """Return where the model is called, with its class, as text; for each model if there are several."""
     names = list(dict.fromkeys(str(one["name"]) for one in _called(seen)))
-    return f"the {names[0]}" if len(names) == 1 else "each model"
+    which = f"the model is {_with_article(names[0])}" if len(names) == 1 else "for each model"
+    return f"before its call at {at(_called(seen))} ({which})"
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _without_checkpoints(seen: Seen) -> str:
+    if any(str(one.get("through", "")).startswith("transformers/") for one in seen.checkpoints):
+        return f"leave out gradient_checkpointing_enable() of the model that is called at {at(_called(seen))}"
+    return f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}"
 
 
 def _is_float32(seen: Seen) -> bool:
@@ -183,7 +230,7 @@ def _half_attention(seen: Seen) -> bool:
 
 def _attention(name: str, needs: Callable[[Seen], bool]) -> Candidate:
     function = {"flash": "FLASH_ATTENTION", "mem_efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}[name]
-    shown = {"flash": "flash attention", "mem_efficient": "memory-efficient attention", "cudnn": "cuDNN's attention"}
+    shown = {"flash": "flash attention", "mem_efficient": "efficient attention", "cudnn": "cuDNN's attention"}
     return Candidate(
         f"attention_{name}",
         shown[name],
@@ -215,7 +262,7 @@ def cpus() -> int:
 def _threads(key: str, number: int) -> Candidate:
     return Candidate(
         key,
-        f"{number} CPU thread{'s' if number > 1 else ''} for each op",
+        f"{number} CPU thread{'s' if number > 1 else ''}",
         lambda seen: not seen.on_gpu and number != seen.threads and number >= 1,
         lambda seen: f"OMP_NUM_THREADS={number} in the environment, or torch.set_num_threads({number})",
         group="threads",
@@ -245,12 +292,14 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 )
             ),
             other_numbers="the workers draw their own random numbers",
+            often=True,
         ),
         Candidate(
             "no_checkpoint",
-            "no activation checkpointing",
+            "no checkpointing",
             lambda seen: bool(seen.checkpoints),
-            lambda seen: f"call the function itself instead of checkpoint(…) at {at(seen.checkpoints)}",
+            _without_checkpoints,
+            often=True,
         ),
         Candidate(
             "tf32",
@@ -269,7 +318,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             group="optimizer",
             usual=True,
         ),
-        _compiled("compile_reduce_overhead", "torch.compile, reduce-overhead", "reduce-overhead"),
+        _compiled("compile_reduce_overhead", "compile reduce-overhead", "reduce-overhead"),
         Candidate(
             "foreach_optimizer",
             "foreach optimizer",
@@ -290,8 +339,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "channels_last",
             lambda seen: any(one.get("convolutions") and one.get("four_dimensions") for one in seen.modules),
             lambda seen: (
-                f"{_models(seen)}.to(memory_format=torch.channels_last), and the same for its images, "
-                f"before {at(_called(seen))}"
+                "model.to(memory_format=torch.channels_last), and the same for its images, " + _before_its_call(seen)
             ),
         ),
         Candidate(
@@ -302,10 +350,9 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
                 f'with torch.autocast("{seen.device}", dtype=torch.bfloat16) around the call at {at(_called(seen))}'
             ),
         ),
-        *(_threads(key, number) for key, number in threads),
         Candidate(
             "pin_memory",
-            "pinned memory and non_blocking copies",
+            "pinned memory",
             lambda seen: seen.on_gpu and any(not one.get("pin_memory") for one in seen.loaders),
             lambda seen: (
                 f"DataLoader(…, pin_memory=True) at {at(seen.loaders)}, and non_blocking=True "
@@ -342,31 +389,32 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         _attention("mem_efficient", lambda seen: seen.on_gpu and bool(seen.attention)),
         _ddp(
             "ddp_static_graph",
-            "DDP, static graph",
+            "DDP static graph",
             "static_graph=True",
             lambda one: not one.get("static_graph"),
         ),
         _ddp(
             "ddp_bucket_view",
-            "DDP, gradients in the buckets",
+            "DDP bucket view",
             "gradient_as_bucket_view=True",
             lambda one: not one.get("gradient_as_bucket_view"),
         ),
         _ddp(
             "ddp_bucket",
-            "DDP, buckets of 100 MB",
+            "DDP buckets of 100 MB",
             "bucket_cap_mb=100",
             lambda one: one.get("bucket_cap_mb") != 100,
         ),
         _ddp(
             "ddp_no_buffers",
-            "DDP, own buffers",
+            "DDP own buffers",
             "broadcast_buffers=False",
             lambda one: bool(one.get("broadcast_buffers")) and bool(one.get("buffers")),
         ),
+        *(_threads(key, number) for key, number in threads),
         Candidate(
             "gc_freeze",
-            "garbage collection frozen",
+            "gc.freeze()",
             lambda seen: True,
             lambda seen: "gc.collect(); gc.freeze() after the first steps",
         ),
@@ -377,7 +425,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda seen: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
             environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
         ),
-        _compiled("compile_max_autotune", "torch.compile, max-autotune", "max-autotune"),
+        _compiled("compile_max_autotune", "compile max-autotune", "max-autotune"),
     )
 
 
@@ -389,14 +437,19 @@ def following() -> dict[str, tuple[str, ...]]:
     return {one.name: one.keys for one in (*catalogue.CHANGES, *ranks.RANK_CHANGES) if one.keys}
 
 
-def in_order(candidates: Iterable[Candidate], predicted: Sequence[str]) -> list[Candidate]:
-    """Return the candidates in the order in which a recording proposes them, and then the others.
+FIRST = 0.1  # predicted savings of this share of the step decide the order
 
-    Of several that compile, all but the first come last: they take long, and only one of them can be made.
 
-    predicted: the ids of read-trace's changes, most worthwhile first.
+def in_order(candidates: Iterable[Candidate], predicted: Mapping[str, float]) -> list[Candidate]:
+    """Return the candidates in the order in which they are tried: what a recording predicts to save much comes first.
+
+    The others follow, those that usually save most first. Of several that compile, all but the first come last: they
+    take long, and only one of them can be made.
+
+    predicted: the share of the step that each of read-trace's changes is predicted to save, by its id.
     """
-    rank = {change: number for number, change in reversed(list(enumerate(predicted)))}
-    ordered = sorted(candidates, key=lambda one: min((rank[each] for each in one.follows if each in rank), default=1e9))
+    candidates = list(candidates)
+    gain = {one.key: max((predicted.get(each, 0.0) for each in one.follows), default=0.0) for one in candidates}
+    ordered = sorted(candidates, key=lambda one: -gain[one.key] if gain[one.key] >= FIRST else 0.0)
     late = [one for one in ordered if one.compiles][1:]
     return [one for one in ordered if one not in late] + late

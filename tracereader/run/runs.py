@@ -33,8 +33,9 @@ class Run(msgspec.Struct, frozen=True):
     peak_bytes: the most GPU memory that was allocated, over all ranks; None without a GPU. losses: one for each
     backward pass. outputs: numbers of what the outermost modules returned first. applied: how often each change found
     something to change. refused: torch's reasons, by key. trace: the recording, if the plan asked for one. steps: how
-    many the program made. stock: how many batches its loaders' workers prepare ahead. failure: why it has no measured
-    steps; empty if it has.
+    many the program made. stock: how many batches its loaders' workers prepare ahead. others: the share of the measured
+    time that other programs cost on the CPU, which is left out of steps_us. failure: why it has no measured steps;
+    empty if it has.
     """
 
     keys: tuple[str, ...]
@@ -49,6 +50,7 @@ class Run(msgspec.Struct, frozen=True):
     trace: str = ""
     steps: int = 0
     stock: int = 0
+    others: float = 0.0
     failure: str = ""
 
     @property
@@ -160,7 +162,14 @@ def run_once(
         first.get("trace") or "",
         first["steps"],
         first.get("stock", 0),
+        _others(first),
     )
+
+
+def _others(found: dict) -> float:
+    """Return the share of the measured time that is left out because of other programs; 0 on a GPU's clock."""
+    wall = found.get("wall_us") if found.get("seen", {}).get("device") == "cpu" else None
+    return max(0.0, 1 - sum(found["steps_us"]) / wall) if wall else 0.0
 
 
 def _end_with_parent() -> None:

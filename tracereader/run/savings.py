@@ -7,28 +7,67 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Student's t for 95% on both sides, by the degrees of freedom.
-STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+# Student's t for 99% on both sides, by the degrees of freedom. At 95%, one of ten changes that do nothing would seem to
+# help in every fourth search.
+STUDENTS_T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3.01, 2.98, 2.95)
 # What two runs of one program usually differ by (one standard deviation) on a machine with nothing else to do and on a
 # busy one, and how many measured differences this knowledge is worth.
-USUAL_NOISE, BUSY_NOISE, USUAL_WORTH = 0.02, 0.15, 3
+USUAL_NOISE, BUSY_NOISE, USUAL_WORTH = 0.02, 0.06, 3
 WORTH = 0.01  # a smaller saving is called none
 BLOCKS = 5
+FAR, FAR_AFTER = {1: 2.5, 2: 1.8}, 1.2  # the saving by its interval that convinces after so many runs, and after more
+MEDIAN_FROM = 3  # runs with a change, from which on their median is taken, which one disturbed run does not move
+TRIMMED = 0.2  # the share of differences that may come from disturbed runs
+OF_TRIMMED = 1.51  # the deviation of normal differences by that of those that are left
+MEDIANS_ERROR = 1.25  # the standard error of a median by that of a mean
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """By which share two runs of the same program differ (one standard deviation), and the degrees of freedom.
+
+    usual: the same without the largest differences, which a single disturbed run makes.
+    """
+
+    share: float
+    freedom: int
+    usual: float
 
 
 class Saving(msgspec.Struct, frozen=True):
-    """The share of the step that a change saves, and the half width of its 95% interval."""
+    """The share of the step that a change saves, and the half width of its 99% interval.
+
+    error: the half width of the interval of the logarithm of the ratio. runs: how many runs with the change there are.
+    faster: in how many of them the step was shorter than beside it.
+    """
 
     share: float
-    plus_minus: float
+    error: float
+    runs: int = 1
+    faster: int = 1
+
+    @property
+    def plus_minus(self) -> float:
+        return self.error * (1 - self.share)
 
     @property
     def helps(self) -> bool:
-        return self.share > max(self.plus_minus, WORTH)
+        """Return whether the saving is beyond the noise, and the runs agree: of four, one may be disturbed."""
+        return self.share > max(WORTH, self.least_shown) and self.runs - self.faster <= self.runs // 4
 
     @property
     def harms(self) -> bool:
-        return self.share < -max(self.plus_minus, WORTH)
+        """Return whether the step is longer beyond the noise, and the runs agree."""
+        return 1 - 1 / (1 - self.share) > max(WORTH, self.least_shown) and self.faster <= self.runs // 4
+
+    @property
+    def least_shown(self) -> float:
+        """Return the least saving that so many runs show beside the noise."""
+        return 1 - math.exp(-FAR.get(self.runs, FAR_AFTER) * self.error)
+
+    @property
+    def is_noise(self) -> bool:
+        """Return whether a saving of more than 1% may be hidden, or is one by chance."""
+        return not self.helps and not self.harms and self.plus_minus > WORTH
 
     @property
     def is_clear(self) -> bool:
@@ -64,33 +103,46 @@ def _blocks(steps: Sequence[float], least: int) -> list[float]:
     return [statistics.fmean(steps[i * size : (i + 1) * size]) for i in range(count)]
 
 
-def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> tuple[float, int]:
-    """Return by which share two runs of the same program differ (one standard deviation), and the degrees of freedom.
+def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> Noise:
+    """Return by which share two runs of the same program differ.
 
     series: the steps (µs) of each program's runs, in the order in which they ran. Only neighbors are compared, because
-    a machine becomes slower or faster over minutes. usual: what they differ by as far as is known without them.
+    a machine becomes slower or faster over minutes. usual: what they differ by as far as is known without
+    them.
     """
     differences = []
     for runs in series:
         logs = [math.log(one) for one in runs]
         differences += [b - a for a, b in itertools.pairwise(logs)]
-    total = USUAL_WORTH * usual**2 + math.fsum(one**2 for one in differences) / 2
     freedom = USUAL_WORTH + len(differences)
-    return math.sqrt(total / freedom), freedom
+
+    def deviation(squares: float) -> float:
+        return math.sqrt((USUAL_WORTH * usual**2 + squares / 2) / freedom)
+
+    squares = sorted(one**2 for one in differences)
+    kept = squares[: len(squares) - int(TRIMMED * len(squares))]
+    share = deviation(math.fsum(squares))
+    trimmed = (
+        deviation(math.fsum(kept) * len(squares) / len(kept) * OF_TRIMMED**2) if len(kept) < len(squares) else share
+    )
+    return Noise(share, freedom, min(share, trimmed))
 
 
-def saving(pairs: Sequence[tuple[float, float, int]], noise: tuple[float, int]) -> Saving:
-    """Return what a change saves.
+def saving(pairs: Sequence[tuple[float, float, int]], noise: Noise) -> Saving:
+    """Return what a change saves: of one or two runs the mean ratio, of more the median ratio.
 
     pairs: for each run with the change the step of the runs as it is around it (µs), its own step, and the number of
-    those runs. noise: see noise_of().
+    those runs.
     """
-    share = 1 - math.exp(statistics.fmean(math.log(after / before) for before, after, _ in pairs))
-    deviation, freedom = noise
+    logs = [math.log(after / before) for before, after, _ in pairs]
+    is_median = len(logs) >= MEDIAN_FROM
+    share = 1 - math.exp(statistics.median(logs) if is_median else statistics.fmean(logs))
     # The runs as it is on both sides of a run are shared with its neighbors, so that they count once.
     around = min(len(pairs) + 1, sum(number for *_, number in pairs))
-    error = deviation * math.sqrt(1 / len(pairs) + 1 / around)
-    return Saving(share, STUDENTS_T[min(freedom, len(STUDENTS_T)) - 1] * error * (1 - share))
+    deviation = noise.usual if is_median else noise.share
+    error = deviation * math.sqrt((MEDIANS_ERROR**2 if is_median else 1) / len(pairs) + 1 / around)
+    error *= STUDENTS_T[min(noise.freedom, len(STUDENTS_T)) - 1]
+    return Saving(share, error, len(logs), sum(one < 0 for one in logs))
 
 
 def beside(kinds: Sequence[bool], steps: Sequence[float], number: int) -> tuple[float, int]:

@@ -1,13 +1,14 @@
 """Decides which run comes next: each change by itself, those that help together, and each of them left out once."""
 
-import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tracereader.findings.finding import in_one_unit
 from tracereader.run.candidates import Candidate, Seen, all_candidates, cpus, in_order
 from tracereader.run.program import RECORDING
 from tracereader.run.runs import Run, run_once
@@ -16,6 +17,7 @@ from tracereader.run.savings import (
     USUAL_NOISE,
     WORTH,
     Difference,
+    Noise,
     Saving,
     beside,
     losses_differ,
@@ -27,11 +29,18 @@ from tracereader.run.savings import (
 
 AS_IT_IS: tuple[str, ...] = ()
 SINGLES = 0.55  # of the time, before those that help are tried together
-LEAST_LIMIT_S, COMPILE_LIMIT_S = 60.0, 240.0
-COMPILE_S = 30.0  # what compiling adds to a run, before one has been seen
+LEAST_LIMIT_S, COMPILE_LIMIT_S = 30.0, 240.0
+COMPILE_S = {True: 30.0, False: 60.0}  # what compiling for a GPU, or for the CPU, adds to a run, before one was seen
+COMPILE_SHARE = 0.15  # of the time, from which on a change that compiles waits for those that do not
+NO_TIME, NOTHING_TO_CHANGE = "no time was left", "nothing in the program to change"
 SAVING_S = 2.0  # for ending the last run and printing
-MOST_ROUNDS = 4  # of one change by itself
+MOST_ROUNDS = 5  # of one change by itself
+MOST_BETWEEN = 4  # changes between two runs of the program as it is
+QUIET = 0.02  # equal runs that differ by less need fewer runs of the program as it is
+BET = 4  # changes at most that run together before each is known, where the time is short
+CLEARLY_SLOWER = 1.5  # times the step as it is, and the noise: such a run ends early
 BUSY = 0.5  # the load by the number of CPUs, before the first run, from which on figures vary more
+DOUBT = 3  # a saving of this part of its interval may be there
 MAY_HELP = 0.03  # a change that may save this much is measured again
 
 # The first run records the program, in less time than record-trace takes.
@@ -48,8 +57,9 @@ class Failed(msgspec.Struct, frozen=True):
 class Session:
     """The runs so far, in the order in which they ran, and how the next one is made.
 
-    skipped: changes without a run, and why. together: the changes that were chosen. predicted: by the id of
-    read-trace's change, the share of the step that it is predicted to save.
+    skipped: changes without a run, and why. together: the changes that were chosen. bet: those that ran together before
+    each was known. is_short: whether the time is too short to compile early. predicted: by the id of
+    read-trace's change, the share of the step that it is predicted to save. recording: the trace of the first run.
     """
 
     def __init__(
@@ -70,10 +80,14 @@ class Session:
         self.failures: dict[tuple[str, ...], str] = {}
         self.skipped: list[Failed] = []
         self.together: tuple[str, ...] = ()
+        self.bet: tuple[str, ...] = ()
+        self.is_short = False
         self.failure, self.made_steps = "", False
         self.seen = Seen()
         self.candidates: list[Candidate] = []
         self.predicted: dict[str, float] = {}
+        self.recording: Path | None = None
+        self._noise, self._noise_of = noise_of((), self.usual_noise), 0  # of so many runs
         self._extra_s: dict[tuple[str, ...], float] = {}
 
     # What is known.
@@ -92,12 +106,16 @@ class Session:
         return [one for one in self.runs if one.keys == keys]
 
     @property
-    def noise(self) -> tuple[float, int]:
-        """Return by which share two equal runs differ, and the degrees of freedom: see noise_of()."""
-        kinds = dict.fromkeys(one.keys for one in self.runs)
-        spreads = [spread_of(one.steps_us, one.stock) ** 2 for one in self.runs]
-        usual = max(self.usual_noise, math.sqrt(sum(spreads) / max(1, len(spreads))))
-        return noise_of([[one.step_us for one in self.of(keys)] for keys in kinds], usual)
+    def noise(self) -> Noise:
+        """Return by which share two equal runs differ. The steps of each run tell how busy the machine is, too."""
+        if self._noise_of != len(self.runs):
+            kinds = dict.fromkeys(one.keys for one in self.runs)
+            spreads = [spread_of(one.steps_us, one.stock) for one in self.runs]
+            # The median: a change that makes steps uneven, such as too many threads, says nothing of the others.
+            usual = max(self.usual_noise, statistics.median(spreads))
+            self._noise = noise_of([[one.step_us for one in self.of(keys)] for keys in kinds], usual)
+            self._noise_of = len(self.runs)
+        return self._noise
 
     def saving(self, keys: tuple[str, ...], than: tuple[str, ...] = AS_IT_IS) -> Saving | None:
         """Return what these changes save of the step of other ones; None if one of the two was not measured."""
@@ -130,6 +148,12 @@ class Session:
         found = self.saving((key,)), self.saving(self.together, rest) if self.of(rest) else None
         return any(one is not None and one.helps for one in found)
 
+    @property
+    def _slow_us(self) -> float | None:
+        """Return the step from which on a change is clearly slower, so that its run may end early; None if unknown."""
+        usual = [one.step_us for one in self.as_it_is]
+        return max(usual) * CLEARLY_SLOWER * (1 + 2 * self.noise.share) if usual else None
+
     # Time.
 
     @property
@@ -144,7 +168,7 @@ class Session:
         if not compiled:
             return base
         known = [extra for earlier, extra in self._extra_s.items() if set(compiled) & set(earlier)]
-        return base + (self._extra_s.get(keys) or max(known, default=COMPILE_S))
+        return base + (self._extra_s.get(keys) or max(known, default=COMPILE_S[self.seen.on_gpu]))
 
     def fits(self, *runs: tuple[str, ...]) -> bool:
         """Return whether the time is enough for these runs."""
@@ -157,7 +181,7 @@ class Session:
         """
         keys = tuple(sorted(keys))
         compiles = any(self.by_key[key].compiles for key in keys)
-        limit = max(LEAST_LIMIT_S, 5 * self.expected_s()) + COMPILE_LIMIT_S * compiles
+        limit = max(LEAST_LIMIT_S, 4 * self.expected_s()) + COMPILE_LIMIT_S * compiles
         if not self.as_it_is:
             limit = self.left_s
         environment = dict(self.environment)
@@ -169,6 +193,7 @@ class Session:
             "changes": [key for key in keys if self.by_key[key].is_patch],
             "look": bool(look),
             "step_at": self.step_at,
+            "slow_us": self._slow_us if keys else None,
         }
         one = run_once(
             self.program,
@@ -181,8 +206,11 @@ class Session:
         )
         one = msgspec.structs.replace(one, keys=keys, failure=one.failure or self._unapplied(one, keys))
         if one.failure:
-            self.failures.setdefault(keys, "the time was over" if self.left_s <= 0 else one.failure)
             self.failure, self.made_steps = one.failure, one.steps > 0
+            if self.left_s > 0 or not keys:
+                self.failures.setdefault(keys, one.failure)
+            elif len(keys) == 1 and not self.of(keys):
+                self.skipped.append(Failed(keys[0], NO_TIME))
             return None
         if compiles:
             self._extra_s[keys] = max(0.0, one.seconds - self.expected_s())
@@ -215,7 +243,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     if load > BUSY * cpus():
         session.usual_noise = BUSY_NOISE
         session.say(
-            f"other programs keep this machine busy (load {load:.1f}, {cpus()} CPUs), so that the figures are wide"
+            f"other programs keep this machine busy (load {load:.1f}, {cpus()} CPUs), which makes its figures vary"
         )
     first = session.run(look="record")
     if first is None and session.made_steps:  # such as a program that starts a profiler of its own
@@ -223,17 +251,24 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
         first = session.run(look="measure")
     if first is None:
         return
-    session.predicted = predictions(first.trace) if first.trace else {}
+    if first.trace:
+        session.recording = _kept(session, Path(first.trace))
+        session.predicted = predictions(session.recording)
     session.seen = first.seen
     known = all_candidates(first.seen.world_size)
     chosen = [one for one in known if (not only or one.key in only) and one.key not in without]
-    session.candidates = in_order([one for one in chosen if one.applies(first.seen)], _by_prediction(session))
-    session.skipped += [Failed(one.key, "nothing in the program to change") for one in chosen if one.key in only]
+    session.candidates = in_order([one for one in chosen if one.applies(first.seen)], session.predicted)
+    session.skipped += [Failed(one.key, NOTHING_TO_CHANGE) for one in chosen if one.key in only]
     session.skipped = [one for one in session.skipped if one.key not in session.by_key]
+    session.is_short = COMPILE_SHARE * session.left_s < COMPILE_S[session.seen.on_gpu]
+    if session.is_short:
+        session.candidates.sort(key=lambda one: one.compiles)
     session.say(_announcement(session, first))
     if _run(session) is None or not session.candidates:
         return
     try:
+        if _changes_between(session) == MOST_BETWEEN:
+            _bet(session)
         _each_alone(session)
         _measure_again(session, until=SINGLES + 0.1)
         _all_together(session)
@@ -242,7 +277,13 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
         session.together = _best(session)
 
 
-def predictions(trace: str) -> dict[str, float]:
+def _kept(session: Session, trace: Path) -> Path:
+    """Move a recording out of the folder of its run, which the next run deletes, and return its path."""
+    script = next((Path(one).stem for one in session.program if one.endswith(".py")), "program")
+    return trace.rename(session.folder / f"{script}_trace{''.join(trace.suffixes)}")
+
+
+def predictions(trace: Path) -> dict[str, float]:
     """Return what each change is predicted to save, by its id in read-trace: the share of the step."""
     from tracereader.changes.catalogue import opportunities
     from tracereader.figures import summarize
@@ -250,7 +291,7 @@ def predictions(trace: str) -> dict[str, float]:
     from tracereader.trace import read
 
     try:
-        read_ = read(Path(trace))
+        read_ = read(trace)
         found = opportunities(read_, summarize(read_))
     except Exception:  # a recording that cannot be read gives no order, and everything is tried all the same
         return {}
@@ -258,10 +299,6 @@ def predictions(trace: str) -> dict[str, float]:
         return {}
     ends = {one.change: one.estimated_savings for one in found}
     return {one.change: sum(ends[one.change]) / 2 if ends[one.change] else one.share for one in found}
-
-
-def _by_prediction(session: Session) -> list[str]:
-    return sorted(session.predicted, key=lambda change: -session.predicted[change])
 
 
 def _announcement(session: Session, first: Run) -> str:
@@ -278,7 +315,8 @@ def _announcement(session: Session, first: Run) -> str:
 
 def _told(session: Session, keys: tuple[str, ...], one: Run | None) -> None:
     name = " + ".join(session.by_key[key].title for key in keys) or "as it is"
-    result = f"{one.step_us / 1e3:.3g} ms a step" if one else session.failures.get(tuple(sorted(keys)), session.failure)
+    unit, (step,) = in_one_unit([one.step_us if one else 0.0])
+    result = f"{step} {unit} a step" if one else session.failures.get(tuple(sorted(keys)), session.failure)
     session.say(f"{name}: {result} ({(time.monotonic() - session.began) / 60:.1f} min)")
 
 
@@ -294,8 +332,22 @@ def _spent(session: Session) -> float:
     return (now - session.began) / max(1e-9, session.deadline - session.began)
 
 
+def _bet(session: Session) -> None:
+    """Run what is most likely to help together, because the time is too short to learn of each change alone first."""
+    keys, groups = [], set()
+    for one in session.candidates:
+        if one.is_safe and not (one.group and one.group in groups) and not (session.is_short and one.compiles):
+            keys.append(one.key)
+            groups.add(one.group)
+    keys = keys[:BET]
+    if len(keys) > 1 and session.fits(tuple(keys), AS_IT_IS, AS_IT_IS):
+        if _run(session, tuple(keys)):
+            session.bet = tuple(sorted(keys))
+        _run(session)
+
+
 def _each_alone(session: Session) -> None:
-    """Run with each change by itself. The program as it is runs before each, or before each second or third one."""
+    """Run with each change by itself. The program as it is runs before each, or before some of them."""
     every = _changes_between(session)
     since = 0
     for candidate in session.candidates:
@@ -304,13 +356,14 @@ def _each_alone(session: Session) -> None:
         then = (tuple({*keys, *_helping(session)}), AS_IT_IS)  # those that help must still run together
         wanted = (keys, *then, *[AS_IT_IS] * (not since)) if len(session.runs) > 1 else (keys,)
         if (late and len(session.runs) > 1) or not session.fits(*wanted):
-            session.skipped.append(Failed(candidate.key, "no time was left"))
+            session.skipped.append(Failed(candidate.key, NO_TIME))
             continue
-        if since >= every:
+        is_quiet = len(session.as_it_is) > 2 and session.noise.share < QUIET
+        if since >= max(every, 2 * is_quiet):
             _run(session)
             since = 0
-        _run(session, keys)
-        since += 1
+        if _run(session, keys):
+            since += 1
     if since and session.fits(AS_IT_IS):
         _run(session)
 
@@ -320,7 +373,7 @@ def _changes_between(session: Session) -> int:
     changed = sum(session.expected_s((one.key,)) for one in session.candidates)
     usual = session.expected_s() * len(session.candidates)
     room = SINGLES * (session.deadline - time.monotonic())
-    return next((every for every in (1, 2, 3) if changed + usual / every <= room), 4)
+    return next((every for every in range(1, MOST_BETWEEN) if changed + usual / every <= room), MOST_BETWEEN)
 
 
 def _measure_again(session: Session, until: float) -> None:
@@ -346,7 +399,8 @@ def _measure_again(session: Session, until: float) -> None:
         if session.runs[-1].keys != AS_IT_IS:
             _run(session)
         _run(session, keys)
-        _run(session)
+        if session.fits(AS_IT_IS):
+            _run(session)
 
 
 def _helping(session: Session) -> list[str]:
@@ -358,7 +412,7 @@ def _helping(session: Session) -> list[str]:
     alone = [(session.saving((one.key,)), one) for one in session.candidates]
     alone = [(one, candidate) for one, candidate in alone if one is not None]
     for single, candidate in sorted(alone, key=lambda pair: -pair[0].share):
-        seems = single.share > max(WORTH, single.plus_minus / 3) or (candidate.usual and not single.harms)
+        seems = single.share > max(WORTH, single.plus_minus / DOUBT) or (candidate.usual and not single.harms)
         if seems and session.is_equal((candidate.key,)) and not (candidate.group and candidate.group in groups):
             found.append(candidate.key)
             groups.add(candidate.group)
@@ -370,15 +424,29 @@ def _all_together(session: Session) -> None:
     helping = _helping(session)
     chosen = helping[:1]
     if len(helping) > 1 and session.fits(tuple(helping)):
-        chosen = helping if _run(session, tuple(helping)) else _one_after_the_other(session, helping)
+        is_bet = tuple(sorted(helping)) == session.bet
+        chosen = helping if is_bet or _run(session, tuple(helping)) else _one_after_the_other(session, helping)
+    chosen = _or_the_bet(session, chosen)
+    if len(chosen) > 1:
         session.together = tuple(sorted(chosen))
-        if session.fits(AS_IT_IS):
+        if session.runs[-1].keys != AS_IT_IS and session.fits(AS_IT_IS):
             _run(session)
         chosen = _each_left_out(session, chosen)
     session.together = tuple(sorted(chosen))
-    if chosen:
+    found = session.saving(session.together) if chosen else None
+    if found is not None and found.helps:
         chosen = _each_added(session, chosen)
         session.together = tuple(sorted(chosen))
+
+
+def _or_the_bet(session: Session, chosen: list[str]) -> list[str]:
+    """Return the changes that ran together first, if they save more than those that were chosen since."""
+    if not session.bet or not session.is_equal(session.bet):
+        return chosen
+    bet, found = session.saving(session.bet), session.saving(tuple(sorted(chosen))) if chosen else None
+    if bet is None or not bet.share > (found.share if found else WORTH):
+        return chosen
+    return sorted(session.bet, key=lambda key: [one.key for one in session.candidates].index(key))
 
 
 def _best(session: Session) -> tuple[str, ...]:
@@ -413,7 +481,7 @@ def _each_left_out(session: Session, chosen: Sequence[str]) -> list[str]:
         if len(rest) > 1:
             _run(session, rest)
         adds = session.saving(tuple(sorted(chosen)), rest)
-        if adds is not None and adds.share <= max(WORTH, adds.plus_minus / 3) and session.is_equal(rest):
+        if adds is not None and adds.share <= max(WORTH, adds.plus_minus / 2) and session.is_equal(rest):
             chosen.remove(key)
     return chosen
 

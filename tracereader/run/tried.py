@@ -1,13 +1,20 @@
 """Shows what was measured: the table, the lines to change, and JSON."""
 
+import math
+import statistics
 from collections.abc import Sequence
 
-from tracereader.command import printable
+import msgspec
+
+from tracereader.command import BadInput, RunFailed, printable
 from tracereader.findings.finding import in_one_unit
-from tracereader.run.candidates import Candidate, following
+from tracereader.run.candidates import Candidate, all_candidates, following
 from tracereader.run.savings import Difference, Saving
-from tracereader.run.search import AS_IT_IS, Session
-from tracereader.show.text import console, paragraph, plain, print_columns, strict_json
+from tracereader.run.search import AS_IT_IS, NO_TIME, NOTHING_TO_CHANGE, Session
+from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns, strict_json
+
+CROWDED = 0.05  # the share of the time that other programs cost, from which on it is said
+NOISY = 0.05  # a machine on which equal runs differ by more is said to be noisy
 
 
 def show_list(candidates: Sequence[Candidate]) -> None:
@@ -17,13 +24,12 @@ def show_list(candidates: Sequence[Candidate]) -> None:
 
 
 def saved_text(found: Saving) -> str:
-    """Return what a change saves: "62% ± 1", "none" if the step is longer, or "within noise"."""
-    plus_minus = f"± {max(1, round(100 * found.plus_minus))}"
+    """Return what a change saves: "62% ± 1", "3% longer", "within noise", or "none"."""
     if found.helps:
-        return f"{found.share:.0%} {plus_minus}"
+        return f"{found.share:.0%} ± {max(1, round(100 * found.plus_minus))}"
     if found.harms:
-        return f"none, {-found.share:.0%} longer"
-    return f"within noise ({plus_minus})" if found.plus_minus > 0.01 else "none"
+        return f"{-found.share:.0%} longer" if found.share > -1 else f"{1 - found.share:.0f} times as long"
+    return "within noise" if found.is_noise else "none"
 
 
 def predicted(session: Session, keys: tuple[str, ...]) -> float | None:
@@ -47,7 +53,11 @@ def _name(session: Session, keys: tuple[str, ...]) -> str:
     added = [key for key in keys if key not in session.together]
     if len(added) == 1 and set(session.together) < set(keys):
         return f"  and {session.by_key[added[0]].title}"
-    return " + ".join(titles)
+    return f"{_count(len(keys))} together"
+
+
+def _titles(session: Session, keys: tuple[str, ...]) -> str:
+    return " + ".join(session.by_key[key].title for key in keys)
 
 
 def _count(number: int) -> str:
@@ -55,66 +65,128 @@ def _count(number: int) -> str:
     return words[number] if number < len(words) else str(number)
 
 
+def _apart(first: Saving, second: Saving) -> float:
+    """Return by how much two savings must differ to be beyond the noise. 95% is enough, of intervals of 99%."""
+    return 0.75 * math.hypot(first.plus_minus, second.plus_minus)
+
+
 def sets_in_order(session: Session) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the single changes that were measured, the largest saving first, and the sets of several."""
+    """Return the single changes that were measured, and the sets of several.
+
+    The largest saving comes first, then what is within the noise, then what takes longer. Changes whose savings differ
+    by less than the noise keep the order in which they were proposed, so that a second search gives the same order.
+    """
     kinds = [one for one in dict.fromkeys(one.keys for one in session.runs) if one != AS_IT_IS]
-    singles = sorted((one for one in kinds if len(one) == 1), key=lambda one: -session.saving(one).share)
+    proposed = [(one.key,) for one in session.candidates]
+    saved = {one: session.saving(one) for one in kinds}
+    left = sorted((one for one in kinds if len(one) == 1), key=lambda one: -saved[one].share)
+    singles = []
+    for group in (
+        [one for one in left if saved[one].helps],
+        [one for one in left if not saved[one].helps and not saved[one].harms],
+        [one for one in left if saved[one].harms],
+    ):
+        while group:
+            first = saved[group[0]]
+            alike = [one for one in group if first.share - saved[one].share <= _apart(first, saved[one])]
+            singles += sorted(alike, key=proposed.index)
+            group = [one for one in group if one not in alike]
     several = [one for one in kinds if len(one) > 1]
     chosen = session.together
     several.sort(key=lambda one: (one != chosen, not set(one) < set(chosen), -session.saving(one).share))
     return singles, several
 
 
-def show(session: Session) -> None:
-    """Print the table of all measured changes, and how to keep those that help together."""
-    out = console()
+class Shown(msgspec.Struct, frozen=True):
+    """What was measured, as text: the terminal and the page show the same.
+
+    left: the columns that are aligned to the left. below: a sentence below a row, by its number. keep_title: what comes
+    before the lines of `keep`, which are two for each change: its name, and how to keep it; empty if nothing helps.
+    """
+
+    heads: list[str]
+    left: list[int]
+    rows: list[list[str]]
+    below: dict[int, str]
+    keep_title: str
+    keep: list[tuple[str, str]]
+    said: list[str]
+
+
+def shown(session: Session) -> Shown:
+    """Return the table of all measured changes, how to keep those that help together, and what else is to say."""
     singles, several = sets_in_order(session)
-    usual = session.as_it_is
     steps = [_step(session, keys) for keys in (AS_IT_IS, *singles, *several)]
-    unit, shown = in_one_unit(steps)
+    unit, figures = in_one_unit(steps)
     has_predictions = any(predicted(session, (one.key,)) is not None for one in session.candidates)
-    has_memory = any(one.peak_bytes for one in usual)
-    with_losses = bool(usual[0].losses)
-    compared = max((session.difference(keys).compared for keys in (*singles, *several)), default=0)
-    what = (f"loss over {compared} steps" if compared else "loss") if with_losses else "output"
-    heads = ["", f"step, {unit}", "saves", *(["predicted"] * has_predictions), what, *(["memory, GB"] * has_memory)]
-    rows = []
-    for keys, step in zip((AS_IT_IS, *singles, *several), shown, strict=True):
-        if keys == AS_IT_IS:
-            rows.append(
-                [_name_of_usual(session), step, "", *([""] * has_predictions), "", *[_memory(usual)] * has_memory]
-            )
-            continue
-        guess = predicted(session, keys)
+    has_memory = any(one.peak_bytes for one in session.as_it_is)
+    what = "loss" if session.as_it_is[0].losses else "output"
+    heads = ["", f"step, {unit}", "saves", *(["predicted"] * has_predictions), what, *(["GB"] * has_memory)]
+    rows, below = [], {}
+    for keys, step in zip((AS_IT_IS, *singles, *several), figures, strict=True):
+        measured = keys != AS_IT_IS
+        if len(keys) > 1 and _name(session, keys).endswith("together"):
+            below[len(rows)] = _titles(session, keys)
+        guess = predicted(session, keys) if measured else None
         rows.append(
             [
-                _name(session, keys),
+                _name(session, keys) if measured else "as it is",
                 step,
-                saved_text(session.saving(keys)),
+                saved_text(session.saving(keys)) if measured else "",
                 *([f"{guess:.0%}" if guess is not None else ""] * has_predictions),
-                session.difference(keys).text,
+                session.difference(keys).text if measured else "",
                 *[_memory(session.of(keys))] * has_memory,
             ]
         )
-    below = {}
     for keys, why in session.failures.items():
         if not session.of(keys):
-            below[len(rows)] = why
+            below[len(rows)] = f"{_titles(session, keys)}: {why}" if len(keys) > 1 else why
             rows.append([_name(session, keys), "fails", *[""] * (len(heads) - 2)])
-    print_columns(out, heads, rows, below=below)
-    for line in _sentences(session, singles, several):
+    best = session.saving(session.together) if session.together else None
+    keep = [_how_to_keep(session, key) for key in session.together] if best is not None and best.helps else []
+    title = f"To keep {'them' if len(keep) > 1 else 'it'}:" if keep else ""
+    said = _sentences(session, singles, several, nothing=not keep)
+    return Shown(heads, [0, 2, heads.index(what)], rows, below, title, keep, said)
+
+
+def show(session: Session) -> None:
+    """Print what was measured. Names are shortened before the table becomes wider than the terminal."""
+    out, found = console(), shown(session)
+    rows = [[Name(name), *cells] for name, *cells in found.rows]
+    print_columns(out, found.heads, rows, left=found.left, below=found.below)
+    if found.keep:
+        out.print()
+        out.print(found.keep_title)
+    for name, how in found.keep:
+        out.print(plain(f"  {name}"))
+        paragraph(out, plain(how), " " * 4, " " * 4)
+    out.print()
+    for line in found.said:
         paragraph(out, plain(line))
 
 
-def _name_of_usual(session: Session) -> str:
-    noise, _ = session.noise
-    return f"as it is ({len(session.as_it_is)} runs, ± {noise:.1%})" if len(session.as_it_is) > 2 else "as it is"
+def page(session: Session) -> tuple[str, list[str]]:
+    """Return the page of the recording with what was measured: see show.page. Raises RunFailed without a recording."""
+    from tracereader.show import page as pages
+    from tracereader.show.view import View
+
+    if session.recording is None:
+        raise RunFailed("--html: the program could not be recorded, so that there is no page")
+    try:
+        return pages.of_file(session.recording, View(), msgspec.to_builtins(shown(session), str_keys=True))
+    except BadInput as problem:
+        raise RunFailed(f"--html: {problem}") from None
+
+
+def _how_to_keep(session: Session, key: str) -> tuple[str, str]:
+    change = session.by_key[key]
+    unknown = "" if session.is_known_to_help(key) else " (its part is within the noise)"
+    return f"{change.title}{unknown}", change.to_keep(session.seen)
 
 
 def _step(session: Session, keys: tuple[str, ...]) -> float:
-    """Return the step (µs) that the table shows: of all runs with these changes, the upper median."""
-    steps = sorted(one.step_us for one in session.of(keys))
-    return steps[len(steps) // 2]
+    """Return the step (µs) that the table shows: the median of all runs with these changes."""
+    return statistics.median(one.step_us for one in session.of(keys))
 
 
 def _memory(runs: Sequence) -> str:
@@ -122,66 +194,75 @@ def _memory(runs: Sequence) -> str:
     return f"{peak / 1e9:.2f}" if peak else ""
 
 
-def _sentences(session: Session, singles: Sequence[tuple[str, ...]], several: Sequence[tuple[str, ...]]) -> list[str]:
+def _sentences(
+    session: Session, singles: Sequence[tuple[str, ...]], several: Sequence[tuple[str, ...]], nothing: bool
+) -> list[str]:
+    noise = session.noise.share
+    measured = (*singles, *several)
     lines = []
+    if nothing and measured:
+        lines.append("Nothing helps: no change saves more than the noise and 1% of the step.")
+    elif nothing:
+        lines.append("No change was measured.")
+    unclear = [saved for keys in measured if (saved := session.saving(keys)) is not None and saved.is_noise]
+    runs = f"{len(session.as_it_is)} run{'s' if len(session.as_it_is) > 1 else ''} as it is"
+    if unclear:
+        least = max(1, round(100 * statistics.median(one.least_shown for one in unclear)))
+        more = " A machine with nothing else to do, or more --minutes, shows smaller ones." if noise > NOISY else ""
+        lines.append(
+            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.{more}"
+        )
+    others = statistics.median(one.others for one in session.runs)
+    if others > CROWDED:
+        lines.append(f"Other programs had the CPUs for {others:.0%} of the time, which is left out of the steps.")
     reasons = {}
-    for keys in (*singles, *several):
+    for keys in measured:
         found = session.difference(keys)
         if found.why:
-            reasons.setdefault(found.why, []).append((keys, found))
-    for why, rows in reasons.items():
-        (keys, found), *_ = rows
-        trend = f" (the mean of the last quarter differs by {found.size:.1%})" if found.kind == "not comparable" else ""
-        names = ", ".join(_name(session, one).strip() for one, _ in rows[:4])
-        lines.append(f"not comparable: {names}: {why}{trend}" if found.kind == "not comparable" else f"{names}: {why}")
-    helpful = session.together
-    best = session.saving(helpful) if helpful else None
-    if best is None or not best.helps:
-        noise, _ = session.noise
-        lines.append(
-            f"Nothing helps: no change saves more than what two equal runs differ by ({noise:.1%}) and 1% of the step."
-            if singles
-            else "No change was measured."
-        )
-    else:
-        lines.append("To keep " + ("them:" if len(helpful) > 1 else "it:"))
-        for key in helpful:
-            unknown = "" if session.is_known_to_help(key) else " (its part is within the noise)"
-            lines.append(f"  {session.by_key[key].title}{unknown}: {session.by_key[key].keep(session.seen)}")
+            reasons.setdefault((found.kind, found.why), []).append((keys, found))
+    for (kind, why), rows in reasons.items():
+        trend = f" (the mean of the last quarter differs by {rows[0][1].size:.1%})" if kind == "not comparable" else ""
+        alone = [one for one, _ in rows if len(one) == 1] or [one for one, _ in rows]
+        names = ", ".join(_name(session, one).strip() for one in alone)
+        lines.append(f"{capitalized(kind)}: {names}: {why}{trend}." if kind == "not comparable" else f"{names}: {why}.")
+    compared = max((session.difference(keys).compared for keys in measured), default=0)
+    if compared and session.as_it_is[0].losses:
+        lines.append(f"The losses of the first {compared} steps are compared; equal seeds are set in each run.")
     off = [keys for keys in singles if session.saving(keys).helps and session.difference(keys).kind == "off"]
     if off:
         names = ", ".join(_name(session, keys) for keys in off)
         lines.append(f"Faster with other results, so that it is not among those that help: {names}.")
-    waiting = [session_title(session, one.key) for one in session.skipped if one.why == "no time was left"]
-    if waiting:
-        lines.append(f"Not tried, because the time was over (--minutes): {', '.join(waiting)}.")
-    nothing = [session_title(session, one.key) for one in session.skipped if one.why != "no time was left"]
-    if nothing:
-        lines.append(f"Nothing in the program to change: {', '.join(nothing)}.")
+    within = {key for keys in several for key in keys}
+    late = [one.key for one in session.skipped if one.why == NO_TIME]
+    for start, keys in (
+        ("Measured beside others only, because the time was over (--minutes)", [key for key in late if key in within]),
+        ("Not tried, because the time was over (--minutes)", [key for key in late if key not in within]),
+        ("Nothing in the program to change", [one.key for one in session.skipped if one.why == NOTHING_TO_CHANGE]),
+    ):
+        if keys:
+            lines.append(f"{start}: {', '.join(map(title_of, keys))}.")
     return lines
 
 
-def session_title(session: Session, key: str) -> str:
-    from tracereader.run.candidates import all_candidates
-
+def title_of(key: str) -> str:
+    """Return the title of a change, also of one that was not tried."""
     return next((one.title for one in all_candidates() if one.key == key), key)
 
 
 def as_json(session: Session, program: Sequence[str]) -> str:
     """Return everything that was measured as strict JSON."""
     singles, several = sets_in_order(session)
-    noise, _ = session.noise
     return strict_json(
         {
             "program": [printable(one) for one in program],
             "torch": session.seen.torch,
             "device": session.seen.gpu or session.seen.device,
-            "noise": noise,
+            "noise": session.noise.share,
             "as_it_is": {"step_us": _step(session, AS_IT_IS), **_runs(session, AS_IT_IS)},
             "changes": [_row(session, keys) for keys in singles],
             "several": [_row(session, keys) for keys in several],
             "together": list(session.together),
-            "keep": {key: session.by_key[key].keep(session.seen) for key in session.together},
+            "keep": {key: session.by_key[key].to_keep(session.seen) for key in session.together},
             "failed": [{"changes": list(keys), "why": why} for keys, why in session.failures.items()],
             "not_tried": [{"change": one.key, "why": one.why} for one in session.skipped],
             "predicted": session.predicted,
@@ -212,7 +293,10 @@ def _difference(found: Difference) -> dict:
 def _runs(session: Session, keys: tuple[str, ...]) -> dict:
     runs = session.of(keys)
     return {
-        "runs": [{"step_us": one.step_us, "steps": len(one.steps_us), "seconds": one.seconds} for one in runs],
+        "runs": [
+            {"step_us": one.step_us, "steps": len(one.steps_us), "seconds": one.seconds, "others": one.others}
+            for one in runs
+        ],
         "peak_bytes": max((one.peak_bytes for one in runs if one.peak_bytes), default=None),
     }
 

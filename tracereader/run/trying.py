@@ -44,6 +44,7 @@ def main(argv=None):
 
         tried.show_list(list(known.values()))
         return
+    _refuse_page(args)
     refuse(program, _environment(args).get("PATH"))
     _try(args, program)
 
@@ -57,6 +58,10 @@ def _flags(own: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--without", metavar="KEYS", help="leave these changes out")
     parser.add_argument("--list", action="store_true", help="list the changes that can be tried, and run nothing")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the recording's page (read-trace --html) with what was measured"
+    )
+    parser.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a page")
     parser.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help="set a variable in each run")
     parser.add_argument("--cwd", metavar="FOLDER", help="run the program in this folder")
     parser.add_argument("--step-at", metavar="NAME", help="what ends a step: an annotation, or a function module:name")
@@ -88,12 +93,23 @@ def _keys(flag: str, text: str | None, known: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+def _refuse_page(args: argparse.Namespace) -> None:
+    """Raise BadInput for a page that cannot be written, before anything runs."""
+    if args.html is None:
+        return
+    if args.html == "-" and args.json:
+        raise BadInput("--json and --html - both print: name a file for --html")
+    from tracereader.show.page import files
+
+    files.refuse_early(args.html, args.force)
+
+
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     return {**os.environ, **dict(one.split("=", 1) for one in args.env)}
 
 
 def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
-    from tracereader.run import runs, tried
+    from tracereader.run import runs
     from tracereader.run.search import Session, search
 
     tell = partial(say, "try-changes")
@@ -127,13 +143,27 @@ def _try(args: argparse.Namespace, program: Sequence[str]) -> None:
                 except (KeyboardInterrupt, interrupts.Ended) as signal:
                     stopped = signal
             if session.as_it_is:
-                print(tried.as_json(session, program)) if args.json else tried.show(session)
+                _tell(session, args, program)
             if stopped is not None:
                 raise stopped
             if not session.as_it_is:
                 raise RunFailed(_failed(session, folder))
         finally:
             clean_up()
+
+
+def _tell(session, args: argparse.Namespace, program: Sequence[str]) -> None:
+    """Print what was measured, and write the page."""
+    from tracereader.run import tried
+
+    if args.json:
+        print(tried.as_json(session, program))
+    elif args.html != "-":
+        tried.show(session)
+    if args.html is not None:
+        from tracereader.show import page
+
+        page.write(tried.page(session), args.html, args.force, aside=args.json)
 
 
 def _variables(args: argparse.Namespace, folder: Path) -> dict[str, str]:

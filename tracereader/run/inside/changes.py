@@ -537,21 +537,37 @@ def workers():
 def where(torch):
     """Return the line of the program's own code that led here, and the package's line that it called, if any.
 
-    {"line": "train.py:31", "through": "transformers/trainer.py:1200" or ""}
+    {"line": "train.py:31", "through": "transformers/trainer.py:1200" or ""}. The program's own code is in the folder of
+    its script or in the current one. If none of it led here, it is the nearest code that is in no package.
     """
     own = os.path.dirname(torch.__file__)
     libraries = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    through, frame = "", sys._getframe(1)
+    homes = _homes()
+    package, other, frame = "", "", sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not (path.startswith((own, HERE, "<frozen")) or "_dynamo" in path):
-            is_library = "site-packages" in path or "dist-packages" in path or path.startswith(libraries)
-            if not is_library:
-                return {"line": f"{_shown(path)}:{frame.f_lineno}", "through": through}
-            if not through and ("site-packages" in path or "dist-packages" in path):
-                through = f"{path.split('-packages' + os.sep)[-1]}:{frame.f_lineno}"
+            in_packages = "site-packages" in path or "dist-packages" in path
+            if in_packages or path.startswith(libraries):
+                if not package and in_packages:
+                    package = f"{path.split('-packages' + os.sep)[-1]}:{frame.f_lineno}"
+            elif os.path.abspath(path).startswith(homes):
+                return {"line": f"{_shown(path)}:{frame.f_lineno}", "through": package or other}
+            elif not other:
+                other = f"{_shown(path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return {"line": through, "through": ""}
+    return {"line": other, "through": package} if other else {"line": package, "through": ""}
+
+
+def _homes():
+    """Return the folders of the program's own code."""
+    found = set()
+    with contextlib.suppress(OSError):  # the folder was deleted
+        found.add(os.path.join(os.getcwd(), ""))
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script:
+        found.add(os.path.join(os.path.dirname(os.path.abspath(script)), ""))
+    return tuple(found)
 
 
 def _shown(path):

@@ -17,8 +17,11 @@ class Measuring:
     the measured steps in µs. Each rank begins and finishes at the same step, so the caller decides when.
     """
 
-    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None):
+    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None, slow_us=None, contention=None):
         self.torch, self.skip, self.least, self.seconds, self.most = torch, skip, least, seconds, most
+        self.slow_us = slow_us  # if all steps are longer, a few of them tell enough
+        self.contention = contention  # leaves out what other programs cost, where steps are timed by the CPU's clock
+        self.waits = []  # this thread's times at the marks
         self.steps = 0
         self.began = time.perf_counter()
         self.ends = []  # of the steps of the warm-up, in s
@@ -37,7 +40,7 @@ class Measuring:
         if self.measuring:
             self.marks.append(self._mark())
             return
-        self.ends.append(time.perf_counter())
+        self.ends.append(time.perf_counter() - self._waited())
         del self.ends[: -2 * STEADY - 1]
         work = self._compiled(), self._allocated()
         self.quiet = self.quiet + 1 if work == self.work else 0
@@ -50,24 +53,33 @@ class Measuring:
             return False
         if self.steps <= 2 * self.stock and time.perf_counter() < self.first_end + STOCK_S:
             return False
-        late = self.steps > self.skip + STEPS_AT_MOST or self.ends[-1] > self.began + SECONDS_AT_MOST
+        late = self.steps > self.skip + STEPS_AT_MOST or time.perf_counter() > self.began + SECONDS_AT_MOST
         times = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         latest, before = times[-STEADY:], times[:-STEADY]
         few = len(times) < STEADY or (len(before) < 2 and sum(times) < 10)  # long steps need not be so many
         falls = before and statistics.median(before) > FALLING * statistics.median(latest)
         self.steady = self.quiet >= 2 and not few and not falls
-        return self.steady or late
+        return self.steady or late or self._is_slow(latest)
+
+    def _is_slow(self, times):
+        """Return whether the latest steps (s) are all clearly longer than they need to be, and nothing is compiled."""
+        return self.slow_us is not None and self.quiet >= 2 and len(times) >= STEADY and min(times) * 1e6 > self.slow_us
 
     def begin(self):
         """Begin to measure at the step that ends now."""
         self.measuring = True
         self._synchronize()
+        self.waits = []
+        if self.contention is not None:
+            self.contention.begin()
         self.marks = [self._mark()]
 
     @property
     def enough(self):
         """Whether enough steps are measured."""
         count, seconds = len(self.marks) - 1, time.perf_counter() - self.marks[0][0]
+        if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self._without_others()):
+            return True
         if count >= max(self.least, self.stock) and (seconds >= self.seconds or (self.most and count >= self.most)):
             return True
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
@@ -87,11 +99,23 @@ class Measuring:
         if all(event is not None for _, event in self.marks):
             found = [before[1].elapsed_time(after[1]) * 1e3 for before, after in pairs]
         else:
-            found = [(after[0] - before[0]) * 1e6 for before, after in pairs]
+            found = [one * 1e6 for one in self._without_others()]
         self.marks = []
         return found
 
+    def _without_others(self):
+        """Return the measured steps in s, without what other programs cost if that is known."""
+        if self.contention is None:
+            return [one / 1e6 for one in self.so_far()]
+        marks = [(now, own) for (now, _), own in zip(self.marks, self.waits, strict=True)]
+        return self.contention.without_others(marks)
+
+    def _waited(self):
+        return self.contention.times()[1] if self.contention is not None else 0.0
+
     def _mark(self):
+        if self.contention is not None:
+            self.waits.append(self.contention.times())
         now = time.perf_counter()
         if not self._on_gpu() or self.torch.cuda.is_current_stream_capturing():
             return now, None

@@ -17,7 +17,9 @@ def begin(torch, plan_path, load):
     """Start what the plan says, in this process. load: returns a module of this folder by its name."""
     with open(plan_path, encoding="utf-8") as file:
         plan = json.load(file)
-    Session(torch, plan, load).start()
+    session = Session(torch, plan, load)
+    session.start()
+    return session
 
 
 class Session:
@@ -234,9 +236,10 @@ class Timing:
         self.session, plan = session, session.plan
         measuring = session.load("measuring")
         self.measuring = measuring.Measuring(
-            session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most")
-        )
-        self.steps_us = []
+            session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most"),
+            plan.get("slow_us"), session.load("contention").Contention() if session.local_world_size == 1 else None,
+        )  # fmt: skip
+        self.steps_us, self.wall_us = [], None
 
     @property
     def steps(self):
@@ -254,6 +257,7 @@ class Timing:
             if session.leads and measuring.enough:
                 session.decide("stop")
             if session.due("stop"):
+                self.wall_us = sum(measuring.so_far())
                 self.steps_us = measuring.finish()
                 session.why = "measured"
                 session.done()
@@ -270,7 +274,7 @@ class Timing:
         """Take back what was put into torch: nothing."""
 
     def facts(self):
-        return {"steps_us": self.steps_us, "steady": self.measuring.steady}
+        return {"steps_us": self.steps_us, "wall_us": self.wall_us, "steady": self.measuring.steady}
 
 
 def _number(names, default):

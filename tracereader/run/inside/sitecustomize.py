@@ -5,6 +5,7 @@ The files beside it are loaded by their paths. They use the standard library and
 tracereader may not be installed there.
 """
 
+import atexit
 import os
 import sys
 
@@ -68,8 +69,9 @@ def _begin(torch):
     """Start what the plan says. A mistake of ours must not end the program: it is told in the folder of results."""
     if sys.modules.get("sitecustomize") is _this:  # Python's import needed it there until now
         del sys.modules["sitecustomize"]
+    global _session
     try:
-        _load("session").begin(torch, _plan_path, _load)
+        _session = _load("session").begin(torch, _plan_path, _load)
     except Exception:
         import traceback
 
@@ -79,6 +81,22 @@ def _begin(torch):
                 file.write(traceback.format_exc())
         except OSError:
             pass
+
+
+def _leave():
+    """End a run of try-changes at once, after all that it does at its exit: to take torch apart can take seconds."""
+    one = _session
+    if one is None or not one.exits or one.plan["changes"] is None or os.getpid() != one.pid:
+        return
+    import contextlib
+    import gc
+    import io
+
+    kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
+    for file in [each for each in gc.get_objects() if isinstance(each, kinds)]:
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()  # a file that is still open would be written now
+    os._exit(0)
 
 
 def _with_us(environment):
@@ -125,8 +143,10 @@ _this = sys.modules.get("sitecustomize")
 sys.path[:] = [one for one in sys.path if one != _FOLDER]
 _plan_path = os.environ.get(_PLAN)
 _quiet = dict([_QUIET]) if os.environ.get(_QUIET[0]) == _QUIET[1] else {}
+_session = None
 if _plan_path and os.path.isfile(_plan_path):
     _hide()
+    atexit.register(_leave)  # first, so that it comes last
     try:
         with open(os.path.join(os.path.dirname(_plan_path), "entered"), "a"):
             pass

@@ -23,19 +23,19 @@ __all__ = ["Runs", "of_file", "of_ranks", "of_runs", "of_trace", "write"]
 Page = tuple[str, list[str]]  # the HTML text, and descriptions of content that the user may not want to share
 
 
-def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Prediction]) -> Page:
-    """Return the page of one trace."""
+def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Prediction], measured: dict | None = None) -> Page:
+    """Return the page of one trace. measured: what try-changes measured (run.tried.Shown)."""
     slices, chunks = timeline.packed(trace, data.numbers_of_pieces(trace, summary))
     slices = data.described(slices, data.decoded_names(trace), data.pieces(summary), summary.chosen.number)
     held = data.holds([trace.host], slices)
     figures = data.figures(trace, summary, opportunities(trace, summary), guesses)
-    return html.assembled({**figures, "holds": held}, slices, chunks), held
+    return html.assembled({**figures, "measured": measured, "holds": held}, slices, chunks), held
 
 
-def of_file(file: Path, view: View) -> Page:
-    """Return the page of one trace file. Raises BadInput."""
+def of_file(file: Path, view: View, measured: dict | None = None) -> Page:
+    """Return the page of one trace file. measured: see of_trace(). Raises BadInput."""
     trace, summary = report.opened(file, view)
-    return of_trace(trace, summary, predictions_of(trace))
+    return of_trace(trace, summary, predictions_of(trace), measured)
 
 
 def of_runs(runs: Runs) -> Page:

@@ -1,7 +1,7 @@
 // Assembles the page. The timeline follows as soon as the slices are unpacked.
 
 const SECTIONS = [
-  ["overview", "Overview"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
+  ["overview", "Overview"], ["measured", "Measured"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
   ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
   ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["heat", "Ranks by steps"], ["rank-list", "Ranks"],
   ["collectives", "Collectives"], ["messages", "Messages"], ["changes", "What changed"],
@@ -39,7 +39,7 @@ function tracePage(data, root) {
 
   kernels = kernelsSection(data, pickKernel, row => row.name === address.get("kernel"));
   const parts = [
-    overview(data), opportunities(data, pickChange), data.hasTimeline && place, guessesSection(data), timeSection(data),
+    overview(data), measuredSection(data), opportunities(data, pickChange), data.hasTimeline && place, guessesSection(data), timeSection(data),
     stepsSection(data, data.hasTimeline && goTo), kernels?.node, rooflineSection(data, pickKernel), opsSection(data, pickKernel),
     modulesSection(data), memorySection(data), patternsSection(data), about(data),
   ];

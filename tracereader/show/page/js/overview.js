@@ -80,3 +80,17 @@ function opportunities(data, pick) {
     })),
   ]);
 }
+
+// What try-changes measured, as it prints it.
+function measuredSection({measured}) {
+  if (!measured) return null;
+  const row = (cells, tag) => el("tr", {}, cells.map((cell, place) =>
+    el(tag, {class: measured.left.includes(place) ? "" : "number"}, cell)));
+  return el("section", {id: "measured"}, el("h2", {}, "What was measured"),
+    el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "what was measured"},
+      el("table", {}, el("thead", {}, row(measured.heads, "th")), el("tbody", {}, measured.rows.map((cells, place) =>
+        [row(cells, "td"), place in measured.below && el("tr", {}, el("td", {colspan: cells.length, class: "told"}, measured.below[place]))])))),
+    measured.keep.length > 0 && [el("h3", {}, measured.keep_title), el("ul", {}, measured.keep.map(([name, how]) =>
+      el("li", {}, name, ": ", el("b", {}, how))))],
+    measured.said.map(one => el("p", {class: "told"}, one)));
+}

@@ -1,0 +1,99 @@
+"""How long a program's steps wait for CPUs that other programs use. Linux tells this of each thread.
+
+The time in which this thread is ready and has no CPU is left out as far as other programs cause it. What it waits for
+its own helpers (threads, or a loader's workers), which wait for a CPU themselves, is shortened in the same way.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+
+
+class Contention:
+    """Takes the times of this thread at the ends of steps, and returns the steps as on an idle machine.
+
+    begin() and times() are called in the thread that makes the steps. Nothing is left out where the kernel does not
+    tell the times.
+    """
+
+    def __init__(self):
+        self.file = None
+        self.before = None
+
+    def times(self):
+        """Return the seconds in which this thread had a CPU, and those in which it waited for one, since its start."""
+        if self.file is None:
+            with contextlib.suppress(OSError, AttributeError):
+                self.file = os.open(
+                    f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC
+                )
+            if self.file is None:
+                self.file = -1
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if self.file >= 0:
+                cpu, waited = os.pread(self.file, 100, 0).split()[:2]
+                return int(cpu) / 1e9, int(waited) / 1e9
+        return 0.0, 0.0
+
+    def begin(self):
+        """Begin to count what other programs use."""
+        self.before = self._state()
+
+    def without_others(self, marks):
+        """Return the steps (s) between marks (time, (had a CPU, waited for one)), without what other programs cost."""
+        share, stretch = self._others()
+        found = []
+        for (start, (cpu, waited)), (end, (cpu_after, waited_after)) in itertools.pairwise(marks):
+            step, ready = end - start, waited_after - waited
+            blocked = max(0.0, step - (cpu_after - cpu) - ready)
+            found.append(max(step - share * ready - blocked * (1 - stretch), 0.01 * step))
+        return found
+
+    def _others(self):
+        """Return the share of the waiting that other programs cause, and by which factor helpers need less without."""
+        if self.before is None:
+            return 0.0, 1.0
+        (busy, cpu, helpers), (busy_after, cpu_after, helpers_after) = self.before, self._state()
+        both = helpers.keys() & helpers_after.keys()
+        had = sum(helpers_after[one][0] - helpers[one][0] for one in both)
+        waited = sum(helpers_after[one][1] - helpers[one][1] for one in both)
+        others = max(0.0, busy_after - busy - had - (cpu_after - cpu))
+        share = others / (others + had) if others else 0.0
+        return share, had / (had + share * waited) if had else 1.0
+
+    def _state(self):
+        return self._busy(), self.times()[0], self._helpers()
+
+    def _busy(self):
+        """Return the seconds in which the CPUs that this process may use had work."""
+        with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/stat") as file:
+            names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+            lines = [line.split() for line in file if line.startswith("cpu")]
+            ticks = sum(sum(map(int, [*one[1:4], *one[6:8]])) for one in lines if one[0] in names)
+            return ticks / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    def _helpers(self):
+        """Return the times of the other threads of this process and of the threads of its children."""
+        found, own = {}, threading.get_native_id()
+        for process in ("self", *_children()):
+            with contextlib.suppress(OSError):
+                for thread in os.listdir(f"/proc/{process}/task"):
+                    if int(thread) != own:
+                        with (
+                            contextlib.suppress(OSError, ValueError),
+                            open(f"/proc/{process}/task/{thread}/schedstat") as file,
+                        ):
+                            cpu, waited = file.read().split()[:2]
+                            found[thread] = int(cpu) / 1e9, int(waited) / 1e9
+        return found
+
+
+def _children():
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
+                found += file.read().split()
+    return found
