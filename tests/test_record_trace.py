@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -199,6 +201,66 @@ def test_what_is_loaded_into_a_program_needs_its_torch_and_the_standard_library_
     assert roots <= {*sys.stdlib_module_names, "torch", "sitecustomize"}
 
 
+def trace_of(marks, base=None):
+    """Return the bytes of a trace with marks of steps at these ns, as the profiler of torch writes them."""
+    zero = f'"baseTimeNanoseconds": {base},\n' if base is not None else ""
+    events = [
+        f'{{\n    "ph": "X",\n    "cat": "user_annotation",\n    "name": "ProfilerStep#{number}",\n    "pid": 7,\n'
+        f'    "tid": {threading.get_native_id()},\n    "ts": {(at - (base or 0)) / 1000:.3f},\n    "dur": 9.5\n}}'
+        for number, at in enumerate(marks)
+    ]
+    return f'{{\n  "schemaVersion": 1,\n{zero}  "traceEvents": [\n{", ".join(events)}]}}'.encode()
+
+
+class Module:
+    def __call__(self, deep=0):
+        return Module()(deep - 1) if deep else None
+
+
+class Layer(Module):
+    pass
+
+
+@pytest.mark.parametrize("base", [None, 1_600_000_000_000_000_000])
+def test_calls_of_modules_become_the_slices_that_the_profiler_writes_with_stacks(base):
+    torch = types.SimpleNamespace(nn=types.SimpleNamespace(Module=Module))
+    call = Module.__call__
+    notes = inside("modules").Notes(torch, lambda: False, inside("steps").patched)
+    notes.start()
+    layers = [Layer(), Layer()]
+    layers[0]()
+    notes.clear()  # that one came before the recording
+    before = time.time_ns()
+    notes.step_began(before)
+    layers[1](1)
+    layers[0]()
+    layers[1]()
+    notes.stop()
+    layers[0]()
+    assert Module.__call__ is call
+    trace = trace_of([notes.marks[0][1]], base)
+    place, slices = notes.insertion(trace)
+    found = json.loads(trace[:place] + slices + trace[place:])["traceEvents"][:-1]
+    assert [one["name"] for one in found] == [
+        f"nn.Module: {one}" for one in ("Layer_0", "Module_0", "Layer_1", "Layer_0")
+    ]
+    assert {(one["pid"], one["tid"], one["cat"]) for one in found} == {
+        (7, threading.get_native_id(), "python_function")
+    }
+    start, end = (found[0]["ts"], found[0]["ts"] + found[0]["dur"])
+    assert start <= found[1]["ts"] and found[1]["ts"] + found[1]["dur"] <= end <= found[2]["ts"]
+    assert found[0]["ts"] * 1000 + (base or 0) >= before - 1000
+
+
+def test_modules_are_left_out_of_a_trace_whose_clock_is_not_ours():
+    notes = inside("modules").Notes(None, None, None)
+    now = time.time_ns()
+    notes.step_began(now)
+    assert notes.insertion(trace_of([now])) is not None
+    assert notes.insertion(trace_of([now - 10**9])) is None
+    assert notes.insertion(b'{"traceEvents": []}') is None
+
+
 # With real programs.
 
 
@@ -215,6 +277,7 @@ def test_a_training_loop_is_recorded_and_ended(tmp_path):
     low, high = trace["unprofiled_quartiles_us"]
     assert 0 < low <= high and trace["unprofiled_step_us"] > 0
     assert found.stderr.count("\n") == 1 and "4 steps in program_trace.json.gz" in found.stderr
+    assert calls_in_each_step(trace, "nn.Module: Linear_0") == [1, 1, 1, 1]
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -3,9 +3,11 @@
 import contextlib
 import gzip
 import json
+import mmap
 import os
 import shutil
 import statistics
+import time
 import warnings
 
 DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
@@ -20,7 +22,7 @@ class Recording:
     """Warms up, times the steps, records them, writes the trace, and ends the program or lets it go on.
 
     The plan's fields beside those of try-changes: out (the trace's path, to which several ranks add their numbers),
-    active, record_s (the recording's seconds at most), go_on, shapes, stacks, memory.
+    active, record_s (the recording's seconds at most), go_on, shapes, stacks, memory, modules.
     """
 
     def __init__(self, session):
@@ -32,6 +34,8 @@ class Recording:
         self.phase = "warming up"
         self.steps_us, self.period = [], None
         self.profiler, self.left, self.active = None, 0, plan["active"]
+        self.notes = None  # of modules' calls; the profiler makes its own with stacks
+        self.names_modules = False
         self.trace = None
         self.undo = []
         self.starting = False
@@ -48,6 +52,7 @@ class Recording:
             "steady": self.measuring.steady,
             "trace": self.trace,
             "recorded": self.active if self.trace else 0,
+            "names_modules": self.names_modules,
             **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
         }
 
@@ -73,6 +78,8 @@ class Recording:
                 self.active = count
                 self.steps_us = measuring.finish()
                 self.period = period(self.steps_us)
+                if self.plan["modules"] and not self.plan["stacks"]:
+                    self._note_modules()
                 self._profile(1, DISCARDED, None)
                 self.phase = "starting the profiler"
         elif self.phase == "recorded":
@@ -118,16 +125,22 @@ class Recording:
     def _step_of_profiler(self):
         with _quiet(), self._ours():
             self.left -= 1
+            before = time.time_ns()
             self.profiler.step()
             if self.left:
+                if self.notes is not None:
+                    self.notes.step_began(before)
                 return
             self.profiler.stop()
         self.profiler = None
         if self.phase == "starting the profiler":
             self.phase = "recording"
+            if self.notes is not None:
+                self.notes.clear()
             self._profile(1, self.active, self._write)
             return
         self.phase = "recorded"
+        self._end_notes()
         self._unwatch()
         self.session.why = "recorded"
         self.session.done()
@@ -149,10 +162,13 @@ class Recording:
             recorded.export_chrome_trace(raw)
             known = json.dumps(unprofiled(self.steps_us, self.period))[1:-1]
             with open(raw, "rb") as source, _opened(packed, name.endswith(".gz")) as target:
-                start = source.read(1 << 16)
-                brace = start.index(b"{") + 1
-                target.write(start[:brace] + b"\n  " + known.encode() + b",")
-                target.write(start[brace:])
+                with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as trace:
+                    brace = trace.find(b"{") + 1
+                    modules = self.notes.insertion(trace) if self.notes is not None else None
+                self.names_modules = modules is not None
+                place, slices = modules or (brace, b"")
+                target.write(source.read(brace) + b"\n  " + known.encode() + b",")
+                target.write(source.read(place - brace) + slices)
                 shutil.copyfileobj(source, target, 1 << 20)
             os.replace(packed, path)
             self.trace = path
@@ -160,6 +176,19 @@ class Recording:
             for each in (raw, packed):
                 with contextlib.suppress(OSError):
                     os.unlink(each)
+
+    # Modules, without stacks.
+
+    def _note_modules(self):
+        session = self.session
+        steps = session.load("steps")
+        self.notes = session.load("modules").Notes(self.torch, steps.is_compiling(self.torch), steps.patched)
+        session.steps.beneath(self.notes.start)
+
+    def _end_notes(self):
+        if self.notes is not None:
+            self.session.steps.beneath(self.notes.stop)
+            self.notes = None
 
     # A profiler of the program's own. Two at a time raise an error in the second one, which must not be the program's.
 
@@ -195,6 +224,7 @@ class Recording:
     def close(self):
         """Stop the profiler if it runs, and take back what was put into torch."""
         self._unwatch()
+        self._end_notes()
         if self.profiler is not None:
             profiler, self.profiler = self.profiler, None
             profiler.on_trace_ready = None
