@@ -122,6 +122,7 @@ def test_the_trace_has_the_name_of_the_program(words, name):
         ("dgdgdg", "110101"),  # before the first g, a d ends a step
         ("dddgdddgdddg", "111100010001"),  # the rarer one of a GAN
         ("mlmlml", "110101"),
+        ("dddddgdddddg", "111111000001"),
     ],
 )
 def test_the_last_one_of_a_turn_ends_the_step(calls, ends):
@@ -155,6 +156,7 @@ def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
     assert period([10, 10, 10, 30] * 4) == 4
     assert period([30, 10] * 8) == 2
     assert period([10] * 20) is None
+    assert period([*[10, 18, 10, 25, 10, 10, 16, 900], *[10, 10, 17, 10, 30, 10, 10, 800]] * 2) == 8
     assert period([10, 10, 30, 10, 10, 10, 10, 30, 10, 10, 10, 30, 10, 10, 10, 10]) is None
 
 
@@ -355,6 +357,37 @@ def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
     found, traces = recorded(tmp_path, f"{LOOP}for i in range(3): {STEP}\n{loop}")
     assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
     assert "a profiler of its own" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_program_that_makes_each_step_in_a_new_thread_is_told_so(tmp_path):
+    code = "import threading\nfor i in range(200):\n    one = threading.Thread(target=lambda: model(torch.ones(2, 8)))"
+    code = f"{LOOP.replace('optimizer =', '# ')}{code}\n    one.start(); one.join()\nprint('end')"
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
+    assert "each of its steps runs in a new thread" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_thread_that_ends_while_it_is_recorded_ends_nothing_else(tmp_path):
+    code = (
+        f"{LOOP.replace('optimizer =', '# ')}import threading\n"
+        "def serve():\n    while not torch.autograd.profiler._is_profiler_enabled: model(torch.ones(2, 8))\n"
+        "one = threading.Thread(target=serve); one.start(); one.join()\n"
+        "for i in range(50): model(torch.ones(2, 8))\nprint('end')"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
+    assert "each of its steps runs in a new thread" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
+    code = "import threading\ndef serve():\n    for i in range(300): model(torch.ones(2, 8))\n"
+    code = f"{LOOP.replace('optimizer =', '# ')}{code}one = threading.Thread(target=serve); one.start(); one.join()"
+    found, traces = recorded(tmp_path, f"{code}\nprint('end')", "--continue")
+    assert (found.returncode, found.stdout) == (0, "end\n"), found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
 
 
 @pytest.mark.exhaustive

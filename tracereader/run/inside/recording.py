@@ -7,11 +7,13 @@ import mmap
 import os
 import shutil
 import statistics
+import threading
 import time
 import warnings
 
 DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
 SLOW = 1.5  # a step of another kind takes this many times the median
+MUCH_SLOWER = 4  # times the median; where a step takes as long, their geometric mean may separate the two kinds
 REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
 MOSTLY = 0.6
 WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
@@ -36,6 +38,7 @@ class Recording:
         self.profiler, self.left, self.active = None, 0, plan["active"]
         self.notes = None  # of modules' calls; the profiler makes its own with stacks
         self.names_modules = False
+        self.of_thread = threading.local()
         self.trace = None
         self.undo = []
         self.starting = False
@@ -91,8 +94,7 @@ class Recording:
     def _awaits_period(self):
         measuring, plan = self.measuring, self.plan
         times = measuring.so_far()
-        slow = _slow(times)
-        if not slow or len(slow) >= REPEATS:
+        if not any(0 < len(_slow(times, limit)) < REPEATS for limit in _limits(times)):
             return False
         return len(times) < WAIT_FOR_PERIOD * plan["most"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
 
@@ -120,6 +122,9 @@ class Recording:
                 with_stack=self.plan["stacks"],
             )
             self.profiler.start()
+        if self.session.thread is not threading.main_thread() and not hasattr(self.of_thread, "at_its_end"):
+            # torch crashes at the program's end if this thread ends before its profiler.
+            self.of_thread.at_its_end = _Deleted(self._drop_profiler)
         self.left = warmup + active
 
     def _step_of_profiler(self):
@@ -225,6 +230,10 @@ class Recording:
         """Stop the profiler if it runs, and take back what was put into torch."""
         self._unwatch()
         self._end_notes()
+        if threading.current_thread() is self.session.thread:  # another one cannot stop its profiler
+            self._drop_profiler()
+
+    def _drop_profiler(self):
         if self.profiler is not None:
             profiler, self.profiler = self.profiler, None
             profiler.on_trace_ready = None
@@ -240,23 +249,40 @@ class Recording:
             self.starting = False
 
 
+class _Deleted:
+    """Calls a function when it is deleted, as a thread's own objects are at the thread's end."""
+
+    def __init__(self, then):
+        self.then = then
+
+    def __del__(self):
+        self.then()
+
+
 def _opened(path, packed):
     return gzip.open(path, "wb", compresslevel=5) if packed else open(path, "wb")
 
 
 def period(times_us):
     """Return after how many steps a slow one returns; None if it does not, as where other programs make steps slow."""
-    slow = set(_slow(times_us))
-    for distance in range(2, len(times_us) // REPEATS + 1):
-        for first in range(distance):
-            places = range(first, len(times_us), distance)
-            if slow.issuperset(places) and len(places) >= max(REPEATS, MOSTLY * len(slow)):
-                return distance
+    for limit in _limits(times_us):
+        slow = set(_slow(times_us, limit))
+        for distance in range(2, (len(times_us) - 1) // (REPEATS - 1) + 1):
+            for first in range(distance):
+                places = range(first, len(times_us), distance)
+                if slow.issuperset(places) and len(places) >= max(REPEATS, MOSTLY * len(slow)):
+                    return distance
     return None
 
 
-def _slow(times_us):
-    limit = SLOW * statistics.median_low(times_us)  # of two kinds that take turns, the shorter one
+def _limits(times_us):
+    """Return what slow steps may be longer than, the least first. Other programs may make some steps slow, too."""
+    median = statistics.median_low(times_us)  # of two kinds that take turns, the shorter one
+    longest = max(times_us)
+    return [SLOW * median, *([(median * longest) ** 0.5] if longest > MUCH_SLOWER * median else [])]
+
+
+def _slow(times_us, limit):
     return [place for place, one in enumerate(times_us) if one > limit]
 
 

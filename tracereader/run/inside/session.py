@@ -99,11 +99,14 @@ class Session:
         if self.over or os.getpid() != self.pid:
             return
         if self.claimed is None:
-            self.thread = threading.get_ident()
+            self.thread = threading.current_thread()  # no number of it: a later thread may get the same one
             self.claimed = self.claim()
             if not self.claimed:
                 self.finish()
-        if not self.claimed or threading.get_ident() != self.thread:
+        if not self.claimed:
+            return
+        if threading.current_thread() is not self.thread:
+            self._left_alone()
             return
         if self.made is not None:
             self.made.step_ended()
@@ -114,6 +117,15 @@ class Session:
             if self.exits:  # pytest's own way to end is an Exception
                 raise
             self.fail(problem)  # ours: it must not end the program
+
+    def _left_alone(self):
+        """Give up if the thread that made the first step has ended: the profiler records the thread that starts it."""
+        if not self.thread.is_alive() and not self.result:
+            self.why = (
+                "each of its steps runs in a new thread; the profiler can only follow a thread that makes them all"
+            )
+            self.write_result()
+            self.finish()
 
     def claim(self):
         """Take this rank for this process. A process that has ended without a result has lost it."""
@@ -186,7 +198,7 @@ class Session:
         if self.exits >= 3:
             self.finish()
         self.steps.stop()
-        if self.thread != threading.main_thread().ident:
+        if self.thread is not threading.main_thread():
             self.finish()  # in another thread it would end that one only: the command ends the program
             return
         outcomes = sys.modules.get("_pytest.outcomes")

@@ -37,7 +37,8 @@ class Turn:
         most = max(each[0] for each in entries)
         # One that has stopped being called, as in an earlier phase, ends no turn any more.
         recent = self.calls - 4 * RARE * len(entries)
-        usual = [each for each in entries if each[0] * RARE >= most and each[2] > recent] or entries
+        # Of the latest turn, one may be missing still: a GAN's generator after its discriminator's second five steps.
+        usual = [each for each in entries if (each[0] + 1) * RARE >= most and each[2] > recent] or entries
         least = min(each[0] for each in usual)
         return entry is max((each for each in usual if each[0] <= least + 1), key=lambda each: each[1])
 
