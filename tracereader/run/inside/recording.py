@@ -73,6 +73,7 @@ class Recording:
             if session.due("time"):
                 self.phase = "timing steps without the profiler"
                 session.steps.narrow()
+                session.settle()
                 measuring.begin()
         elif self.phase == "timing steps without the profiler":
             if session.leads and measuring.enough and not self._awaits_period():

@@ -37,6 +37,7 @@ class Session:
         self.result = {}
         self.over = False
         self.exits = 0
+        self.settled = None  # whether this process leads, once that is known
         self.decisions = {}
         self.thread = None
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
@@ -91,7 +92,13 @@ class Session:
     @property
     def leads(self):
         """Whether this process decides for all that are on this machine."""
+        if self.settled is not None:
+            return self.settled
         return self.world_size == 1 or _number(LOCAL_RANKS, self.rank) == 0
+
+    def settle(self):
+        """Ask no more whether this process leads: that takes as long as some ops, and steps are timed from now on."""
+        self.settled = self.leads
 
     # Steps.
 
@@ -276,6 +283,7 @@ class Timing:
                 session.decide("time")
             if session.due("time"):
                 session.steps.narrow()
+                session.settle()
                 measuring.begin()
 
     def close(self):
