@@ -42,11 +42,11 @@ def main(argv=None):
     own, words = program.split(argv)
     args = _flags(own)
     program.refuse(words, program.search_path(os.environ))
-    out = _out(args.out, words)
+    out = trace_path(args.out, words)
     folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
     try:
         status = _run(words, args, folder, out)
-        traces = _tell(folder, status, not (args.no_modules or args.stacks))
+        traces = tell(folder, status, not (args.no_modules or args.stacks))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.read and traces:
@@ -86,8 +86,11 @@ def _flags(own: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _out(named: str | None, words: Sequence[str]) -> Path:
-    """Return the trace's path. Raises BadInput if it cannot be written there."""
+def trace_path(named: str | None, words: Sequence[str]) -> Path:
+    """Return the trace's path: as it is named, or after the program's words.
+
+    Raises BadInput if it cannot be written there.
+    """
     path = Path(named if named is not None else f"{_name(words)}_trace.json.gz")
     if not path.name.endswith((".json", ".json.gz")) or path.name.startswith(".json"):
         raise BadInput(f"--out {printable(str(path))}: the name of a trace ends with .json or .json.gz")
@@ -179,8 +182,12 @@ def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
             return 0
 
 
-def _tell(folder: Path, status: int, wants_modules: bool) -> list[str]:
-    """Say in one line what was recorded, or why nothing was, and return the traces."""
+def tell(folder: Path, status: int, wants_modules: bool) -> list[str]:
+    """Say in one line what was recorded, or why nothing was, and return the traces.
+
+    folder: what the processes of the program wrote. status: the program's. wants_modules: whether the trace should name
+    modules.
+    """
     found = program.results(folder)
     traces = [one for one in found if one.get("trace")]
     if traces:
@@ -202,7 +209,7 @@ def _tell(folder: Path, status: int, wants_modules: bool) -> list[str]:
 def _why(folder: Path, found: Sequence[dict], status: int) -> str:
     if problems := program.problems(folder):
         return problems[0].strip().splitlines()[-1]
-    if not (folder / "entered").exists():
+    if not found and not (folder / "entered").exists() and not (folder / "imported").exists():
         return f"no Python process of the program read PYTHONPATH; {program.PASTE}"
     if found:
         one = found[0]
