@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT  # the programs below import torch
 
-from tracereader.run import program, record
+from tracereader.run import callbacks, program, record
 
 INSIDE = ROOT / "tracereader" / "run" / "inside"
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(argv, said, capsys):
     ],
 )
 def test_the_trace_has_the_name_of_the_program(words, name):
-    assert record._out(None, words.split()).name == f"{name}_trace.json.gz"
+    assert record.trace_path(None, words.split()).name == f"{name}_trace.json.gz"
 
 
 @pytest.mark.parametrize(
@@ -430,3 +430,81 @@ def test_the_time_without_the_profiler_is_that_of_the_program(tmp_path):
     assert found.returncode == 0, found.stderr
     (trace,) = traces.values()
     assert trace["unprofiled_step_us"] == pytest.approx(float(found.stdout), rel=0.05)
+
+
+TRAINER = """
+import os, sys, torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from tracereader.run.callbacks import for_transformers
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, i): return {"input_ids": torch.arange(8) + i % 50, "labels": i % 2}
+sizes = {"vocab_size": 99, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+arguments = TrainingArguments(
+    "out", max_steps=STEPS, per_device_train_batch_size=2, save_strategy="no", report_to="none", use_cpu=True,
+    disable_tqdm=True, gradient_accumulation_steps=2,
+)
+model = BertForSequenceClassification(BertConfig(**sizes))
+before = torch.nn.Module.__call__
+trainer = Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=[for_transformers("trainer.json.gz")])
+print(trainer.train().global_step, torch.nn.Module.__call__ is before)
+"""
+
+LIGHTNING = """
+import torch, LIBRARY as L
+from tracereader.run.callbacks import for_lightning
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__(); self.layer = torch.nn.Linear(8, 1)
+    def training_step(self, batch, index): return self.layer(batch).pow(2).mean()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.01)
+trainer = L.Trainer(
+    max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[for_lightning("trainer.json.gz")], accumulate_grad_batches=2,
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(3000, 8), 2))
+print(trainer.global_step, True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("library", ["transformers", "lightning.pytorch", "pytorch_lightning"])
+def test_a_callback_records_a_training_that_runs_to_its_end(library, tmp_path):
+    pytest.importorskip("accelerate" if library == "transformers" else library)
+    code = TRAINER if library == "transformers" else LIGHTNING.replace("LIBRARY", library)
+    found = run_alone(tmp_path, code.replace("STEPS", "300"))
+    assert found.returncode == 0 and found.stdout.endswith("300 True\n"), found.stderr
+    trace = json.loads(gzip.decompress((tmp_path / "trainer.json.gz").read_bytes()))
+    name = "BertForSequenceClassification_0" if library == "transformers" else "Linear_0"
+    assert calls_in_each_step(trace, f"nn.Module: {name}") == [2] * 4
+    assert "record-trace: 4 steps in trainer.json.gz" in found.stderr
+    assert trace["unprofiled_steps"] >= 3
+    assert not list((tmp_path / "tmp").glob("record-trace-*"))
+    few = run_alone(tmp_path, code.replace("STEPS", "3"))
+    assert "steps, while warming up" in few.stderr and few.returncode == 0
+
+
+def run_alone(folder, code):
+    (folder / "alone.py").write_text(code)
+    (folder / "tmp").mkdir(exist_ok=True)
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "alone.py"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("version", "old"), [("1.13.1", True), ("2.0.1+cu118", True), ("2.1.0", False), ("2.15.0a0", False)]
+)
+def test_a_torch_that_is_too_old_is_refused_in_one_line(version, old, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps({"folder": str(tmp_path)}))
+    session, started = inside("session"), []
+    session.Session = lambda *args: types.SimpleNamespace(start=lambda: started.append(args))
+    session.begin(types.SimpleNamespace(__version__=version), tmp_path / "plan.json", None)
+    said = [f"torch {version} is too old; it has to be 2.1 or newer"]
+    assert program.problems(tmp_path) == (said if old else []) and len(started) == (not old)
+
+
+def test_a_callback_refuses_a_field_that_the_plan_does_not_have():
+    with pytest.raises(TypeError, match="not a field of the plan: steps"):
+        callbacks._beginning("a.json", {"steps": 3})

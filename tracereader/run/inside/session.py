@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 
+OLDEST = 2, 1  # torch. Hooks on all optimizers came with 2.0; what came later is looked for before it is used
 AHEAD = 3  # steps between a rank's decision and the step at which all ranks follow it
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -17,6 +18,10 @@ def begin(torch, plan_path, load):
     """Start what the plan says, in this process. load: returns a module of this folder by its name."""
     with open(plan_path, encoding="utf-8") as file:
         plan = json.load(file)
+    if tuple(int(one) for one in torch.__version__.split(".")[:2]) < OLDEST:
+        with open(os.path.join(plan["folder"], f"error-{os.getpid()}.txt"), "w", encoding="utf-8") as file:
+            file.write(f"torch {torch.__version__} is too old; it has to be {OLDEST[0]}.{OLDEST[1]} or newer")
+        return
     Session(torch, plan, load).start()
 
 
