@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
 import pytest
 from conftest import ROOT  # the programs below import torch
 
-from tracereader.run import program, record
+from tracereader.run import callbacks, program, record
 
 INSIDE = ROOT / "tracereader" / "run" / "inside"
 
@@ -110,7 +112,7 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(argv, said, capsys):
     ],
 )
 def test_the_trace_has_the_name_of_the_program(words, name):
-    assert record._out(None, words.split()).name == f"{name}_trace.json.gz"
+    assert record.trace_path(None, words.split()).name == f"{name}_trace.json.gz"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,7 @@ def test_the_trace_has_the_name_of_the_program(words, name):
         ("dgdgdg", "110101"),  # before the first g, a d ends a step
         ("dddgdddgdddg", "111100010001"),  # the rarer one of a GAN
         ("mlmlml", "110101"),
+        ("dddddgdddddg", "111111000001"),
     ],
 )
 def test_the_last_one_of_a_turn_ends_the_step(calls, ends):
@@ -153,6 +156,7 @@ def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
     assert period([10, 10, 10, 30] * 4) == 4
     assert period([30, 10] * 8) == 2
     assert period([10] * 20) is None
+    assert period([*[10, 18, 10, 25, 10, 10, 16, 900], *[10, 10, 17, 10, 30, 10, 10, 800]] * 2) == 8
     assert period([10, 10, 30, 10, 10, 10, 10, 30, 10, 10, 10, 30, 10, 10, 10, 10]) is None
 
 
@@ -199,6 +203,66 @@ def test_what_is_loaded_into_a_program_needs_its_torch_and_the_standard_library_
     assert roots <= {*sys.stdlib_module_names, "torch", "sitecustomize"}
 
 
+def trace_of(marks, base=None):
+    """Return the bytes of a trace with marks of steps at these ns, as the profiler of torch writes them."""
+    zero = f'"baseTimeNanoseconds": {base},\n' if base is not None else ""
+    events = [
+        f'{{\n    "ph": "X",\n    "cat": "user_annotation",\n    "name": "ProfilerStep#{number}",\n    "pid": 7,\n'
+        f'    "tid": {threading.get_native_id()},\n    "ts": {(at - (base or 0)) / 1000:.3f},\n    "dur": 9.5\n}}'
+        for number, at in enumerate(marks)
+    ]
+    return f'{{\n  "schemaVersion": 1,\n{zero}  "traceEvents": [\n{", ".join(events)}]}}'.encode()
+
+
+class Module:
+    def __call__(self, deep=0):
+        return Module()(deep - 1) if deep else None
+
+
+class Layer(Module):
+    pass
+
+
+@pytest.mark.parametrize("base", [None, 1_600_000_000_000_000_000])
+def test_calls_of_modules_become_the_slices_that_the_profiler_writes_with_stacks(base):
+    torch = types.SimpleNamespace(nn=types.SimpleNamespace(Module=Module))
+    call = Module.__call__
+    notes = inside("modules").Notes(torch, lambda: False, inside("steps").patched)
+    notes.start()
+    layers = [Layer(), Layer()]
+    layers[0]()
+    notes.clear()  # that one came before the recording
+    before = time.time_ns()
+    notes.step_began(before)
+    layers[1](1)
+    layers[0]()
+    layers[1]()
+    notes.stop()
+    layers[0]()
+    assert Module.__call__ is call
+    trace = trace_of([notes.marks[0][1]], base)
+    place, slices = notes.insertion(trace)
+    found = json.loads(trace[:place] + slices + trace[place:])["traceEvents"][:-1]
+    assert [one["name"] for one in found] == [
+        f"nn.Module: {one}" for one in ("Layer_0", "Module_0", "Layer_1", "Layer_0")
+    ]
+    assert {(one["pid"], one["tid"], one["cat"]) for one in found} == {
+        (7, threading.get_native_id(), "python_function")
+    }
+    start, end = (found[0]["ts"], found[0]["ts"] + found[0]["dur"])
+    assert start <= found[1]["ts"] and found[1]["ts"] + found[1]["dur"] <= end <= found[2]["ts"]
+    assert found[0]["ts"] * 1000 + (base or 0) >= before - 1000
+
+
+def test_modules_are_left_out_of_a_trace_whose_clock_is_not_ours():
+    notes = inside("modules").Notes(None, None, None)
+    now = time.time_ns()
+    notes.step_began(now)
+    assert notes.insertion(trace_of([now])) is not None
+    assert notes.insertion(trace_of([now - 10**9])) is None
+    assert notes.insertion(b'{"traceEvents": []}') is None
+
+
 # With real programs.
 
 
@@ -215,6 +279,7 @@ def test_a_training_loop_is_recorded_and_ended(tmp_path):
     low, high = trace["unprofiled_quartiles_us"]
     assert 0 < low <= high and trace["unprofiled_step_us"] > 0
     assert found.stderr.count("\n") == 1 and "4 steps in program_trace.json.gz" in found.stderr
+    assert calls_in_each_step(trace, "nn.Module: Linear_0") == [1, 1, 1, 1]
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -295,6 +360,37 @@ def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_program_that_makes_each_step_in_a_new_thread_is_told_so(tmp_path):
+    code = "import threading\nfor i in range(200):\n    one = threading.Thread(target=lambda: model(torch.ones(2, 8)))"
+    code = f"{LOOP.replace('optimizer =', '# ')}{code}\n    one.start(); one.join()\nprint('end')"
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
+    assert "each of its steps runs in a new thread" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_thread_that_ends_while_it_is_recorded_ends_nothing_else(tmp_path):
+    code = (
+        f"{LOOP.replace('optimizer =', '# ')}import threading\n"
+        "def serve():\n    while not torch.autograd.profiler._is_profiler_enabled: model(torch.ones(2, 8))\n"
+        "one = threading.Thread(target=serve); one.start(); one.join()\n"
+        "for i in range(50): model(torch.ones(2, 8))\nprint('end')"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
+    assert "each of its steps runs in a new thread" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
+    code = "import threading\ndef serve():\n    for i in range(300): model(torch.ones(2, 8))\n"
+    code = f"{LOOP.replace('optimizer =', '# ')}{code}one = threading.Thread(target=serve); one.start(); one.join()"
+    found, traces = recorded(tmp_path, f"{code}\nprint('end')", "--continue")
+    assert (found.returncode, found.stdout) == (0, "end\n"), found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
+
+
+@pytest.mark.exhaustive
 def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
     code = f"{LOOP}torch.distributed.init_process_group('gloo')\n"
     code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{STEP}"
@@ -334,3 +430,81 @@ def test_the_time_without_the_profiler_is_that_of_the_program(tmp_path):
     assert found.returncode == 0, found.stderr
     (trace,) = traces.values()
     assert trace["unprofiled_step_us"] == pytest.approx(float(found.stdout), rel=0.05)
+
+
+TRAINER = """
+import os, sys, torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from tracereader.run.callbacks import for_transformers
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, i): return {"input_ids": torch.arange(8) + i % 50, "labels": i % 2}
+sizes = {"vocab_size": 99, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+arguments = TrainingArguments(
+    "out", max_steps=STEPS, per_device_train_batch_size=2, save_strategy="no", report_to="none", use_cpu=True,
+    disable_tqdm=True, gradient_accumulation_steps=2,
+)
+model = BertForSequenceClassification(BertConfig(**sizes))
+before = torch.nn.Module.__call__
+trainer = Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=[for_transformers("trainer.json.gz")])
+print(trainer.train().global_step, torch.nn.Module.__call__ is before)
+"""
+
+LIGHTNING = """
+import torch, LIBRARY as L
+from tracereader.run.callbacks import for_lightning
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__(); self.layer = torch.nn.Linear(8, 1)
+    def training_step(self, batch, index): return self.layer(batch).pow(2).mean()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.01)
+trainer = L.Trainer(
+    max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[for_lightning("trainer.json.gz")], accumulate_grad_batches=2,
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(3000, 8), 2))
+print(trainer.global_step, True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("library", ["transformers", "lightning.pytorch", "pytorch_lightning"])
+def test_a_callback_records_a_training_that_runs_to_its_end(library, tmp_path):
+    pytest.importorskip("accelerate" if library == "transformers" else library)
+    code = TRAINER if library == "transformers" else LIGHTNING.replace("LIBRARY", library)
+    found = run_alone(tmp_path, code.replace("STEPS", "300"))
+    assert found.returncode == 0 and found.stdout.endswith("300 True\n"), found.stderr
+    trace = json.loads(gzip.decompress((tmp_path / "trainer.json.gz").read_bytes()))
+    name = "BertForSequenceClassification_0" if library == "transformers" else "Linear_0"
+    assert calls_in_each_step(trace, f"nn.Module: {name}") == [2] * 4
+    assert "record-trace: 4 steps in trainer.json.gz" in found.stderr
+    assert trace["unprofiled_steps"] >= 3
+    assert not list((tmp_path / "tmp").glob("record-trace-*"))
+    few = run_alone(tmp_path, code.replace("STEPS", "3"))
+    assert "steps, while warming up" in few.stderr and few.returncode == 0
+
+
+def run_alone(folder, code):
+    (folder / "alone.py").write_text(code)
+    (folder / "tmp").mkdir(exist_ok=True)
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "alone.py"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("version", "old"), [("1.13.1", True), ("2.0.1+cu118", True), ("2.1.0", False), ("2.15.0a0", False)]
+)
+def test_a_torch_that_is_too_old_is_refused_in_one_line(version, old, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps({"folder": str(tmp_path)}))
+    session, started = inside("session"), []
+    session.Session = lambda *args: types.SimpleNamespace(start=lambda: started.append(args))
+    session.begin(types.SimpleNamespace(__version__=version), tmp_path / "plan.json", None)
+    said = [f"torch {version} is too old; it has to be 2.1 or newer"]
+    assert program.problems(tmp_path) == (said if old else []) and len(started) == (not old)
+
+
+def test_a_callback_refuses_a_field_that_the_plan_does_not_have():
+    with pytest.raises(TypeError, match="not a field of the plan: steps"):
+        callbacks._beginning("a.json", {"steps": 3})

@@ -24,7 +24,7 @@ PYTHON = re.compile(r"^(python|pypy)[\d.]*t?(\.exe)?$")
 # The plan of a recording, unless the user or the caller says otherwise.
 RECORDING = {
     "skip": 5, "least": 10, "most": 40, "seconds": 1.0, "active": 4, "record_s": 10, "go_on": False,
-    "shapes": True, "stacks": False, "memory": False,
+    "shapes": True, "stacks": False, "memory": False, "modules": True,
 }  # fmt: skip
 
 

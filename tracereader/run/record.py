@@ -42,11 +42,11 @@ def main(argv=None):
     own, words = program.split(argv)
     args = _flags(own)
     program.refuse(words, program.search_path(os.environ))
-    out = _out(args.out, words)
+    out = trace_path(args.out, words)
     folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
     try:
         status = _run(words, args, folder, out)
-        traces = _tell(folder, status)
+        traces = tell(folder, status, not (args.no_modules or args.stacks))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.read and traces:
@@ -76,6 +76,7 @@ def _flags(own: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--continue", dest="go_on", action="store_true", help="let the program run to its own end")
     parser.add_argument("--no-shapes", action="store_true", help="leave the shapes of inputs out")
+    parser.add_argument("--no-modules", action="store_true", help="leave the names of modules out")
     parser.add_argument("--stacks", action="store_true", help="record Python functions and modules (longer steps)")
     parser.add_argument("--memory", action="store_true", help="record allocations")
     parser.add_argument("--read", action="store_true", help="read the trace afterwards, as read-trace does")
@@ -85,8 +86,11 @@ def _flags(own: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _out(named: str | None, words: Sequence[str]) -> Path:
-    """Return the trace's path. Raises BadInput if it cannot be written there."""
+def trace_path(named: str | None, words: Sequence[str]) -> Path:
+    """Return the trace's path: as it is named, or after the program's words.
+
+    Raises BadInput if it cannot be written there.
+    """
     path = Path(named if named is not None else f"{_name(words)}_trace.json.gz")
     if not path.name.endswith((".json", ".json.gz")) or path.name.startswith(".json"):
         raise BadInput(f"--out {printable(str(path))}: the name of a trace ends with .json or .json.gz")
@@ -116,6 +120,7 @@ def _run(words: Sequence[str], args: argparse.Namespace, folder: Path, out: Path
         **program.RECORDING, "mode": "record", "changes": None, "skip": args.skip, "least": args.timed,
         "most": 4 * args.timed, "step_at": args.step_at, "active": args.active, "record_s": args.seconds,
         "go_on": args.go_on, "shapes": not args.no_shapes, "stacks": args.stacks, "memory": args.memory,
+        "modules": not args.no_modules,
         "out": str(out),
     }  # fmt: skip
     environment = program.environment(os.environ, plan, folder)
@@ -177,8 +182,12 @@ def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
             return 0
 
 
-def _tell(folder: Path, status: int) -> list[str]:
-    """Say in one line what was recorded, or why nothing was, and return the traces."""
+def tell(folder: Path, status: int, wants_modules: bool) -> list[str]:
+    """Say in one line what was recorded, or why nothing was, and return the traces.
+
+    folder: what the processes of the program wrote. status: the program's. wants_modules: whether the trace should name
+    modules.
+    """
     found = program.results(folder)
     traces = [one for one in found if one.get("trace")]
     if traces:
@@ -188,8 +197,10 @@ def _tell(folder: Path, status: int) -> list[str]:
         )
         ranks = f" of each of {len(traces)} ranks" if len(traces) > 1 else ""
         names = traces[0]["trace"] if len(traces) == 1 else re.sub(r"rank\d+", "rank*", traces[0]["trace"])
-        unsteady = "" if first["steady"] else "; the steps never became steady"
-        _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; a step takes {times}{unsteady}")
+        more = "" if first["steady"] else "; the steps never became steady"
+        if wants_modules and not first["names_modules"]:
+            more += "; modules are left out, because the trace has a clock of its own"
+        _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; a step takes {times}{more}")
         return [one["trace"] for one in traces]
     _say(f"nothing was recorded: {_why(folder, found, status)}")
     return []
@@ -198,7 +209,7 @@ def _tell(folder: Path, status: int) -> list[str]:
 def _why(folder: Path, found: Sequence[dict], status: int) -> str:
     if problems := program.problems(folder):
         return problems[0].strip().splitlines()[-1]
-    if not (folder / "entered").exists():
+    if not found and not (folder / "entered").exists() and not (folder / "imported").exists():
         return f"no Python process of the program read PYTHONPATH; {program.PASTE}"
     if found:
         one = found[0]

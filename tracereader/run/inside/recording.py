@@ -3,13 +3,17 @@
 import contextlib
 import gzip
 import json
+import mmap
 import os
 import shutil
 import statistics
+import threading
+import time
 import warnings
 
 DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
 SLOW = 1.5  # a step of another kind takes this many times the median
+MUCH_SLOWER = 4  # times the median; where a step takes as long, their geometric mean may separate the two kinds
 REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
 MOSTLY = 0.6
 WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
@@ -20,7 +24,7 @@ class Recording:
     """Warms up, times the steps, records them, writes the trace, and ends the program or lets it go on.
 
     The plan's fields beside those of try-changes: out (the trace's path, to which several ranks add their numbers),
-    active, record_s (the recording's seconds at most), go_on, shapes, stacks, memory.
+    active, record_s (the recording's seconds at most), go_on, shapes, stacks, memory, modules.
     """
 
     def __init__(self, session):
@@ -32,6 +36,9 @@ class Recording:
         self.phase = "warming up"
         self.steps_us, self.period = [], None
         self.profiler, self.left, self.active = None, 0, plan["active"]
+        self.notes = None  # of modules' calls; the profiler makes its own with stacks
+        self.names_modules = False
+        self.of_thread = threading.local()
         self.trace = None
         self.undo = []
         self.starting = False
@@ -48,6 +55,7 @@ class Recording:
             "steady": self.measuring.steady,
             "trace": self.trace,
             "recorded": self.active if self.trace else 0,
+            "names_modules": self.names_modules,
             **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
         }
 
@@ -65,6 +73,7 @@ class Recording:
             if session.due("time"):
                 self.phase = "timing steps without the profiler"
                 session.steps.narrow()
+                session.settle()
                 measuring.begin()
         elif self.phase == "timing steps without the profiler":
             if session.leads and measuring.enough and not self._awaits_period():
@@ -73,6 +82,8 @@ class Recording:
                 self.active = count
                 self.steps_us = measuring.finish()
                 self.period = period(self.steps_us)
+                if self.plan["modules"] and not self.plan["stacks"]:
+                    self._note_modules()
                 self._profile(1, DISCARDED, None)
                 self.phase = "starting the profiler"
         elif self.phase == "recorded":
@@ -84,8 +95,7 @@ class Recording:
     def _awaits_period(self):
         measuring, plan = self.measuring, self.plan
         times = measuring.so_far()
-        slow = _slow(times)
-        if not slow or len(slow) >= REPEATS:
+        if not any(0 < len(_slow(times, limit)) < REPEATS for limit in _limits(times)):
             return False
         return len(times) < WAIT_FOR_PERIOD * plan["most"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
 
@@ -113,21 +123,30 @@ class Recording:
                 with_stack=self.plan["stacks"],
             )
             self.profiler.start()
+        if self.session.thread is not threading.main_thread() and not hasattr(self.of_thread, "at_its_end"):
+            # torch crashes at the program's end if this thread ends before its profiler.
+            self.of_thread.at_its_end = _Deleted(self._drop_profiler)
         self.left = warmup + active
 
     def _step_of_profiler(self):
         with _quiet(), self._ours():
             self.left -= 1
+            before = time.time_ns()
             self.profiler.step()
             if self.left:
+                if self.notes is not None:
+                    self.notes.step_began(before)
                 return
             self.profiler.stop()
         self.profiler = None
         if self.phase == "starting the profiler":
             self.phase = "recording"
+            if self.notes is not None:
+                self.notes.clear()
             self._profile(1, self.active, self._write)
             return
         self.phase = "recorded"
+        self._end_notes()
         self._unwatch()
         self.session.why = "recorded"
         self.session.done()
@@ -149,10 +168,13 @@ class Recording:
             recorded.export_chrome_trace(raw)
             known = json.dumps(unprofiled(self.steps_us, self.period))[1:-1]
             with open(raw, "rb") as source, _opened(packed, name.endswith(".gz")) as target:
-                start = source.read(1 << 16)
-                brace = start.index(b"{") + 1
-                target.write(start[:brace] + b"\n  " + known.encode() + b",")
-                target.write(start[brace:])
+                with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as trace:
+                    brace = trace.find(b"{") + 1
+                    modules = self.notes.insertion(trace) if self.notes is not None else None
+                self.names_modules = modules is not None
+                place, slices = modules or (brace, b"")
+                target.write(source.read(brace) + b"\n  " + known.encode() + b",")
+                target.write(source.read(place - brace) + slices)
                 shutil.copyfileobj(source, target, 1 << 20)
             os.replace(packed, path)
             self.trace = path
@@ -160,6 +182,19 @@ class Recording:
             for each in (raw, packed):
                 with contextlib.suppress(OSError):
                     os.unlink(each)
+
+    # Modules, without stacks.
+
+    def _note_modules(self):
+        session = self.session
+        steps = session.load("steps")
+        self.notes = session.load("modules").Notes(self.torch, steps.is_compiling(self.torch), steps.patched)
+        session.steps.beneath(self.notes.start)
+
+    def _end_notes(self):
+        if self.notes is not None:
+            self.session.steps.beneath(self.notes.stop)
+            self.notes = None
 
     # A profiler of the program's own. Two at a time raise an error in the second one, which must not be the program's.
 
@@ -195,6 +230,11 @@ class Recording:
     def close(self):
         """Stop the profiler if it runs, and take back what was put into torch."""
         self._unwatch()
+        self._end_notes()
+        if threading.current_thread() is self.session.thread:  # another one cannot stop its profiler
+            self._drop_profiler()
+
+    def _drop_profiler(self):
         if self.profiler is not None:
             profiler, self.profiler = self.profiler, None
             profiler.on_trace_ready = None
@@ -210,23 +250,40 @@ class Recording:
             self.starting = False
 
 
+class _Deleted:
+    """Calls a function when it is deleted, as a thread's own objects are at the thread's end."""
+
+    def __init__(self, then):
+        self.then = then
+
+    def __del__(self):
+        self.then()
+
+
 def _opened(path, packed):
     return gzip.open(path, "wb", compresslevel=5) if packed else open(path, "wb")
 
 
 def period(times_us):
     """Return after how many steps a slow one returns; None if it does not, as where other programs make steps slow."""
-    slow = set(_slow(times_us))
-    for distance in range(2, len(times_us) // REPEATS + 1):
-        for first in range(distance):
-            places = range(first, len(times_us), distance)
-            if slow.issuperset(places) and len(places) >= max(REPEATS, MOSTLY * len(slow)):
-                return distance
+    for limit in _limits(times_us):
+        slow = set(_slow(times_us, limit))
+        for distance in range(2, (len(times_us) - 1) // (REPEATS - 1) + 1):
+            for first in range(distance):
+                places = range(first, len(times_us), distance)
+                if slow.issuperset(places) and len(places) >= max(REPEATS, MOSTLY * len(slow)):
+                    return distance
     return None
 
 
-def _slow(times_us):
-    limit = SLOW * statistics.median_low(times_us)  # of two kinds that take turns, the shorter one
+def _limits(times_us):
+    """Return what slow steps may be longer than, the least first. Other programs may make some steps slow, too."""
+    median = statistics.median_low(times_us)  # of two kinds that take turns, the shorter one
+    longest = max(times_us)
+    return [SLOW * median, *([(median * longest) ** 0.5] if longest > MUCH_SLOWER * median else [])]
+
+
+def _slow(times_us, limit):
     return [place for place, one in enumerate(times_us) if one > limit]
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 
+OLDEST = 2, 1  # torch. Hooks on all optimizers came with 2.0; what came later is looked for before it is used
 AHEAD = 3  # steps between a rank's decision and the step at which all ranks follow it
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -17,6 +18,10 @@ def begin(torch, plan_path, load):
     """Start what the plan says, in this process. load: returns a module of this folder by its name."""
     with open(plan_path, encoding="utf-8") as file:
         plan = json.load(file)
+    if tuple(int(one) for one in torch.__version__.split(".")[:2]) < OLDEST:
+        with open(os.path.join(plan["folder"], f"error-{os.getpid()}.txt"), "w", encoding="utf-8") as file:
+            file.write(f"torch {torch.__version__} is too old; it has to be {OLDEST[0]}.{OLDEST[1]} or newer")
+        return None
     session = Session(torch, plan, load)
     session.start()
     return session
@@ -39,6 +44,7 @@ class Session:
         self.result = {}
         self.over = False
         self.exits = 0
+        self.settled = None  # whether this process leads, once that is known
         self.decisions = {}
         self.thread = None
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
@@ -93,7 +99,13 @@ class Session:
     @property
     def leads(self):
         """Whether this process decides for all that are on this machine."""
+        if self.settled is not None:
+            return self.settled
         return self.world_size == 1 or _number(LOCAL_RANKS, self.rank) == 0
+
+    def settle(self):
+        """Ask no more whether this process leads: that takes as long as some ops, and steps are timed from now on."""
+        self.settled = self.leads
 
     # Steps.
 
@@ -101,11 +113,14 @@ class Session:
         if self.over or os.getpid() != self.pid:
             return
         if self.claimed is None:
-            self.thread = threading.get_ident()
+            self.thread = threading.current_thread()  # no number of it: a later thread may get the same one
             self.claimed = self.claim()
             if not self.claimed:
                 self.finish()
-        if not self.claimed or threading.get_ident() != self.thread:
+        if not self.claimed:
+            return
+        if threading.current_thread() is not self.thread:
+            self._left_alone()
             return
         if self.made is not None:
             self.made.step_ended()
@@ -116,6 +131,15 @@ class Session:
             if self.exits:  # pytest's own way to end is an Exception
                 raise
             self.fail(problem)  # ours: it must not end the program
+
+    def _left_alone(self):
+        """Give up if the thread that made the first step has ended: the profiler records the thread that starts it."""
+        if not self.thread.is_alive() and not self.result:
+            self.why = (
+                "each of its steps runs in a new thread; the profiler can only follow a thread that makes them all"
+            )
+            self.write_result()
+            self.finish()
 
     def claim(self):
         """Take this rank for this process. A process that has ended without a result has lost it."""
@@ -188,7 +212,7 @@ class Session:
         if self.exits >= 3:
             self.finish()
         self.steps.stop()
-        if self.thread != threading.main_thread().ident:
+        if self.thread is not threading.main_thread():
             self.finish()  # in another thread it would end that one only: the command ends the program
             return
         outcomes = sys.modules.get("_pytest.outcomes")
@@ -268,6 +292,7 @@ class Timing:
                 session.decide("time")
             if session.due("time"):
                 session.steps.narrow()
+                session.settle()
                 measuring.begin()
 
     def close(self):

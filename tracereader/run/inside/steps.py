@@ -37,7 +37,8 @@ class Turn:
         most = max(each[0] for each in entries)
         # One that has stopped being called, as in an earlier phase, ends no turn any more.
         recent = self.calls - 4 * RARE * len(entries)
-        usual = [each for each in entries if each[0] * RARE >= most and each[2] > recent] or entries
+        # Of the latest turn, one may be missing still: a GAN's generator after its discriminator's second five steps.
+        usual = [each for each in entries if (each[0] + 1) * RARE >= most and each[2] > recent] or entries
         least = min(each[0] for each in usual)
         return entry is max((each for each in usual if each[0] <= least + 1), key=lambda each: each[1])
 
@@ -74,10 +75,10 @@ class Steps:
         torch = self.torch
         from torch.optim import optimizer
 
-        is_compiling, in_backward = _is_compiling(torch), self.in_backward
+        compiling, in_backward = is_compiling(torch), self.in_backward
 
         def stepped(one, args, kwargs):
-            if is_compiling():  # a compiled optimizer: its code must not hold this call
+            if compiling():  # a compiled optimizer: its code must not hold this call
                 return
             if in_backward():  # the profiler cannot be started there, so that calls of modules end the steps
                 self.waits = False
@@ -101,6 +102,7 @@ class Steps:
         """Take back everything that start() put into the program's torch."""
         while self.undo:
             self.undo.pop()()
+        self.module_undo = []
         self.classes.clear()
 
     def _patch(self, owner, name, new):
@@ -155,7 +157,7 @@ class Steps:
         if (
             self.kind in ("optimizer", "graph")
             or _is_loader_worker()
-            or _is_compiling(self.torch)()
+            or is_compiling(self.torch)()
             or self.in_backward()
         ):
             return  # a call in backward computes a checkpoint's activations again
@@ -187,6 +189,14 @@ class Steps:
         turn = self.modules if self.modules.calls else self.parameterless
         kinds = {type(one) for one in turn.seen}
         self._forget_modules()
+        for kind in kinds:
+            self._watch_modules(kind)
+
+    def beneath(self, change):
+        """Call a function that patches modules' calls. It patches what our own watch of them calls."""
+        kinds = list(self.classes)
+        self._forget_modules()
+        change()
         for kind in kinds:
             self._watch_modules(kind)
 
@@ -223,7 +233,7 @@ class Steps:
 
         def __exit__(one, *args):
             result = leave(one, *args)
-            if one.name == name and not _is_compiling(self.torch)():
+            if one.name == name and not is_compiling(self.torch)():
                 self.ended()
             return result
 
@@ -281,7 +291,8 @@ def patched(owner, name, new):
     return back
 
 
-def _is_compiling(torch):
+def is_compiling(torch):
+    """Return the function that tells whether torch.compile reads the program's code now."""
     compiler = getattr(torch, "compiler", None)
     if hasattr(compiler, "is_compiling"):
         return compiler.is_compiling
