@@ -14,7 +14,6 @@ from statistics import median
 
 import pytest
 import references
-from msgspec.structs import replace
 from raw_events import end, event, pace
 from references import LARGE, OTHERS, REFERENCES
 
@@ -22,7 +21,6 @@ from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
-from tracereader.findings.finding import Verdict
 from tracereader.trace import read
 from tracereader.trace.facts import run_facts
 
@@ -373,43 +371,6 @@ def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
     return file
 
 
-# In 1,000 µs, each GB is a rate of one TB/s. The run measured 4.2 TB/s; the data sheet has 4.8.
-@pytest.mark.parametrize(
-    ("filled", "allocated", "said"),
-    [
-        (2.2, 4.4, "2.20 TB/s, 52% of that bandwidth; if it reads all that is allocated (4.40 GB, 2.0 times as much), "
-                   "its rate is 4.40 TB/s, 105%: perhaps the kernel reads the empty part, too"),
-        (3.8, 4.4, "3.80 TB/s, 90% of that bandwidth"),  # little of it is empty
-        (1.0, 2.0, "1.00 TB/s, 24% of that bandwidth"),  # something else is slow
-        (2.2, 5.0, "2.20 TB/s, 52% of that bandwidth"),  # faster than the memory is
-        (2.2, None, "2.20 TB/s, 52% of that bandwidth"),
-    ],
-)  # fmt: skip
-def test_the_rate_of_reading_the_cache_is_shown(tmp_path, filled, allocated, said):
-    facts = {"cache_bytes": int(filled * 1e9), "cache_bytes_allocated": allocated and int(allocated * 1e9)}
-    told = decoding.in_words(summarize(read(decode_in_a_graph(tmp_path, **facts))))
-    part = f"the filled part of the cache ({filled:.2f} GB)"
-    assert told[-1] == f"attention takes 1.0 ms of a step: if it reads {part} once, its rate is {said}"
-
-
-def test_no_hint_at_the_empty_cache_if_shapes_show_it(tmp_path, monkeypatch):
-    facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
-    summary = summarize(read(decode_in_a_graph(tmp_path, **facts)))
-    assert "perhaps" in decoding.in_words(summary)[-1]
-    told = replace(decoding.empty_cache, judge=lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
-    monkeypatch.setattr(decoding, "empty_cache", told)
-    assert decoding.in_words(summary)[-1].endswith("2.20 TB/s, 52% of that bandwidth")
-
-
-def test_no_rate_of_attention_is_shown_if_it_would_be_wrong(tmp_path):
-    """Attention overlaps other kernels, reads copies of the keys, or cannot have read the cache."""
-    facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
-    for changed in ({"gap": -5.0}, {"copies": True}, {"cache_bytes": int(4.9e9)}, {"cache_bytes": 0},
-                    {"phase": "prefill"}):  # fmt: skip
-        told = decoding.in_words(summarize(read(decode_in_a_graph(tmp_path, **facts | changed))))
-        assert told and not any("attention" in line for line in told), changed
-
-
 def test_a_cuda_graph_is_not_attributed_to_torch_compile(tmp_path):
     shown = cheatsheet.found(summarize(read(decode_in_a_graph(tmp_path))))
     (graph,) = [one for one, _ in shown if one.name == "graph_replay"]
@@ -427,19 +388,6 @@ def test_odd_facts_do_not_stop_the_report(facts, tmp_path):
     assert run_facts({"script": "x", "facts": facts}).decoding is None
     odd = run_facts({"script": "x", "facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).decoding
     assert (odd.gb_s, odd.layers, odd.tokens) == (None, None, FACTS["tokens"])
-
-
-@pytest.mark.exhaustive
-def test_attention_over_the_empty_part_of_a_cache_is_found(tmp_path, capsys):
-    """The finding needs shapes which show that attention reads the whole static cache, and much of it must be empty."""
-    sentence = "empty_cache"
-    half = with_facts("qwen3_generate_static", tmp_path, cache_bytes=262 * KEY_BYTES)
-    assert see(summarize(read(half)))[sentence].startswith("attention over 524 keys, 262 of them filled")
-    assert cli.main([str(half), "--only", "patterns"]) == 0
-    assert decoding.empty_cache.see in capsys.readouterr().out
-    assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path))))  # 521 of 524
-    longer = {"cache_bytes": 262 * KEY_BYTES, "cache_bytes_allocated": 1048 * KEY_BYTES}
-    assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, **longer))))
 
 
 @pytest.mark.exhaustive

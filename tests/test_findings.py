@@ -154,7 +154,6 @@ TABLE = [
     ("expanded_keys", (), STATIC_CACHE, LARGE),
     ("casts_alone", (), MATH, FLASH),
     ("weights_cast", (), "changes/encoder/bf16", LARGE),
-    ("empty_cache", (), STATIC_CACHE, LARGE),
     ("logits_of_all", (), ("models/qwen3_prefill_logits", said_to_be_prefill), STATIC_CACHE),
     ("reads_weights", (), STATIC_CACHE, LARGE),
     # training

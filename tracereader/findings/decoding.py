@@ -17,12 +17,8 @@ SMALLEST_SHARE = 0.025
 # Launch overhead is spread over a step's calls: on the H200, the call with the largest share of the GPU's waiting had
 # 22 to 42% of it. A library that prepares kernels, or a slow loader, had 69 to 95%, and a CUDA graph shortens neither.
 MOST_IN_ONE_CALL = 0.5
-# If a kernel family takes this share of a step, its rate of reading weights or the cache is reported.
+# If matrix products take this share of a step, their rate of reading weights is reported.
 MUCH_READING = 0.2
-# Shares of the measured bandwidth. On the H200, SDPA got a whole static cache and a mask. Half of the cache was filled.
-# From 32 sequences on, the rate of reading the filled half was 44 to 53%, and that of reading the whole cache 88 to
-# 106%; with 16 sequences the rates were 38 and 75%.
-FAR_BELOW, NEAR = 2 / 3, 0.85
 
 
 def in_words(summary: Summary) -> list[str]:
@@ -48,7 +44,7 @@ def in_words(summary: Summary) -> list[str]:
             )
     # Prefill multiplies each weight by many tokens, so reading the weights does not limit it.
     if facts.phase == "decode" and found.least_us and found.least_us <= found.step_us:
-        lines += [_roof(found), *_products(summary), *_attention(summary)]
+        lines += [_roof(found), *_products(summary)]
     return lines
 
 
@@ -75,51 +71,20 @@ def _roof(found: Decoding) -> str:
 
 
 def _products(summary: Summary) -> list[str]:
-    """Return a sentence on how fast matrix products read the weights, if reading limits the step."""
-    found, us = summary.llm.decoding, _alone_us(summary, "GEMM")
-    if us is None or found.least_us > found.read_us:
+    """Return a sentence on how fast matrix products read the weights, if reading limits the step.
+
+    There is none if some of them overlap, because their times do not add up then.
+    """
+    found, products = summary.llm.decoding, [one for one in summary.gpu_work if one.family == "GEMM"]
+    us, read = sum(one.us for one in products), found.facts.weight_bytes
+    if found.least_us > found.read_us or not all(one.ran_alone for one in products):
         return []
-    read = found.facts.weight_bytes
     if us <= MUCH_READING * found.step_us or read > us * found.gb_s * 1e3:
         return []
     return [
         f"matrix products take {duration(us)} of a step and read the weights at {read / us / 1e6:.2f} TB/s, "
         f"{read / us / 1e3 / found.gb_s:.0%} of that bandwidth"
     ]
-
-
-def _attention(summary: Summary) -> list[str]:
-    """Return a sentence on how fast attention reads the cache, for the filled part and for all that is allocated.
-
-    Without shapes a trace does not show which of the two a kernel reads. There is no sentence if the keys are expanded,
-    because the expanded copies are larger than the cache.
-    """
-    found, us = summary.llm.decoding, _alone_us(summary, "attention")
-    filled, whole = found.facts.cache_bytes, found.facts.cache_bytes_allocated
-    if us is None or not filled or us <= MUCH_READING * found.step_us or summary.llm.unneeded.expanded:
-        return []
-    peaks = common_peaks(summary.source.devices)
-    possible = max(found.gb_s, peaks.gb_s if peaks else 0.0)
-    rate, whole_rate = filled / us / 1e3, (whole or 0) / us / 1e3
-    if rate > possible:
-        return []  # the kernel read from a cache, or not everything
-    said = (
-        f"attention takes {duration(us)} of a step: if it reads the filled part of the cache ({size(filled)}) once, "
-        f"its rate is {rate / 1e3:.2f} TB/s, {rate / found.gb_s:.0%} of that bandwidth"
-    )
-    far_below = rate < FAR_BELOW * found.gb_s and NEAR * found.gb_s <= whole_rate <= possible
-    if far_below and not empty_cache.ask(summary).holds:
-        said += (
-            f"; if it reads all that is allocated ({size(whole)}, {whole / filled:.1f} times as much), its rate is "
-            f"{whole_rate / 1e3:.2f} TB/s, {whole_rate / found.gb_s:.0%}: perhaps the kernel reads the empty part, too"
-        )
-    return [said]
-
-
-def _alone_us(summary: Summary, family: str) -> float | None:
-    """Return the time (µs) of all work of this family; None if some overlaps, so that its times do not add up."""
-    mine = [one for one in summary.gpu_work if one.family == family]
-    return sum(one.us for one in mine) if all(one.ran_alone for one in mine) else None
 
 
 def _rows(summary: Summary) -> int | None:
@@ -211,37 +176,6 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     if found.cpu_us:
         seen += f", {duration(found.cpu_us)} of {duration(step.cpu_us)} on the CPU"
     return Verdict(much > SMALLEST_SHARE * whole, seen)
-
-
-@finding(GPU, "attention over the empty part of a static cache", needs_gpu=True)
-def empty_cache(summary: Summary) -> Verdict:
-    """The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at the
-    last key."""
-    filled, attending = filled_part(summary)
-    if filled is None:
-        return Verdict(False, "")
-    keys = attending[0].attention.keys
-    expanded = summary.llm.unneeded.expanded
-    us = sum(one.us for one in attending) + (expanded.gpu_us if expanded else 0)
-    return Verdict(True, f"attention over {keys:,} keys, {keys * filled:,.0f} of them filled: {duration(us)} per step")
-
-
-def filled_part(summary: Summary) -> tuple[float | None, list[GpuWork]]:
-    """Return the filled part (0 to 1) of a static cache that attention reads completely, and the attention kernels.
-
-    The part is None if the trace does not show that a kernel reads more than is filled.
-    """
-    facts, heads = summary.llm.decoding and summary.llm.decoding.facts, summary.llm.unneeded.key_heads
-    attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
-    if not facts or not heads or not attending or not facts.layers or not facts.cache_bytes_allocated:
-        return None, []
-    shape, moved = attending[0].attention, attending[0].bytes_moved
-    item = moved // shape.elements
-    whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
-    filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
-    if whole != facts.cache_bytes_allocated or filled > 0.9 or facts.phase != "decode":
-        return None, []
-    return filled, attending
 
 
 @finding(GPU, "logits of every token in prefill", needs_gpu=True, change="last_logits")
