@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from statistics import median
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, type_of
@@ -67,6 +67,55 @@ def _is_of_the_layer(op: Op) -> bool:
     return calls and all(above.name not in ("aten::matmul", "aten::einsum", SDPA_MATH) for above in op.above())
 
 
+def _follows_fused_attention(before: Side, after: Side) -> bool:
+    """Softmaxes between batched products are gone, and fused attention of as many queries and keys is new."""
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    if not on_the_gpu(before, after):
+        return gone and same_on_the_cpu(before, after, fused=True)
+    were, fused = (
+        [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
+        for side in (before, after)
+    )
+    scores = {
+        (one.scores.batch, one.scores.queries, one.scores.keys)
+        for one in before.summary.attention.unfused
+        if one.scores
+    }
+    sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
+    same = bool(scores & sizes) and equal_single_products(before, after)
+    return gone and len(fused) > len(were) and same and not graphs_launched(after)
+
+
+def fused_attention_on_the_cpu(case: Case) -> Proposal | None:
+    """Return a proposal to fuse attention. Then only its two products take time, and so it is in backward."""
+    found, typical = case.in_each_step(lambda step: list(_large_attentions(case, step)))
+    if not typical:
+        return None
+    forward = [op for some in found for _, between, _ in some for op in between]
+    backward = _backward_of(case, forward)
+    us = sum(self_us(op) for _, between, _ in typical for op in between)
+    also = f", and {duration(sum(op.us for op in backward))} in backward" if backward else ""
+    keys = {_keys(first) for first, _, _ in typical}
+    of_keys = f" of {min(keys):,} keys" if len(keys) == 1 else ""
+    masked = case.trace.trains and any(op.name in ADDS for _, between, _ in typical for op in between)
+    math_calls = [above for first, _, _ in typical for above in first.above() if above.name == SDPA_MATH]
+    return Proposal(
+        without_cpu_time(case.graph, spans_of([*forward, *backward])),
+        f"{counted(len(typical), 'softmax', 'softmaxes')}{of_keys} between batched products: the ops between the "
+        f"products take {duration(us)}{also}"
+        + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
+        how_to_fuse(math_calls) + ", if no gradient of the mask is needed" * masked,
+        assumed=True,
+    )
+
+
+@change(
+    "use a fused attention kernel",
+    "the rate of a good attention kernel; a mask is causal, and half of the work",
+    followed=_follows_fused_attention,
+    on_cpu=fused_attention_on_the_cpu,
+    keys=("compile",),
+)
 def fused_attention(case: Case) -> Proposal | None:
     """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
     if not case.summary.attention.unfused:
@@ -139,6 +188,23 @@ def _is_strided(attention: Op) -> bool:
     return any(attention.inputs.last_stride_at(place) not in (None, 1) for place in range(3))
 
 
+def _follows_compile_flex(before: Side, after: Side) -> bool:
+    """Kernels of flex_attention are new, fewer attentions are unfused, and other products and layers are the same."""
+    was, now = (
+        sum("flex_attention" in one.name and one.family == "attention" for one in side.summary.gpu_work)
+        for side in (before, after)
+    )
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    # If the whole model is compiled, it calls the products of linear layers directly.
+    linear = before.ops["aten::linear"] == after.ops["aten::linear"]
+    return gone and now > was and linear and equal_single_products(before, after)
+
+
+@change(
+    "compile flex_attention",
+    "the rate of a good attention kernel; no pair of a query and a key is masked",
+    followed=_follows_compile_flex,
+)
 def compile_flex(case: Case) -> Proposal | None:
     """Return a proposal to compile flex_attention. Compiled, each of its calls is one call and one kernel.
 
@@ -277,6 +343,7 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
     return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)
 
 
+@change("compute attention without a mask tensor", "the rate of a good attention kernel for the whole matrix of scores")
 def no_mask_tensor(case: Case) -> Proposal | None:
     """Return a proposal to compute fused attention without a mask that is a tensor of queries x keys.
 
@@ -321,6 +388,16 @@ def no_mask_tensor(case: Case) -> Proposal | None:
     )
 
 
+def _follows_mask_once(before: Side, after: Side) -> bool:
+    """The step makes no mask any more, and the products and attention are the same."""
+    return (
+        before.summary.attention.mask_made is not None
+        and after.summary.attention.mask_made is None
+        and same_heavy(before, after)
+    )
+
+
+@change("make the mask once", "the mask is the same in each step", followed=_follows_mask_once, on_cpu=True)
 def mask_once(case: Case) -> Proposal | None:
     if not case.has(("aten::tril", "aten::triu").__contains__):
         return None
@@ -335,6 +412,17 @@ def mask_once(case: Case) -> Proposal | None:
     )
 
 
+def _follows_shared_keys(before: Side, after: Side) -> bool:
+    """Keys and values are not expanded any more, and the number of products is the same."""
+    was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
+    return was is not None and now is None and by_calls(before, after) and same_products(before, after)
+
+
+@change(
+    "share keys and values between query heads",
+    "the attention kernel takes keys and values of fewer heads as fast",
+    followed=_follows_shared_keys,
+)
 def shared_keys(case: Case) -> Proposal | None:
     if case.summary.llm.unneeded.expanded is None:
         return None
@@ -356,6 +444,22 @@ def shared_keys(case: Case) -> Proposal | None:
     )
 
 
+def _follows_attention_plans(before: Side, after: Side) -> bool:
+    """cuDNN's attention takes at most half of the CPU time, and the products are the same."""
+    was, now = (
+        sum(one.self_us for name, one in side.summary.cpu.ops.items() if CUDNN_ATTENTION in name)
+        for side in (before, after)
+    )
+    return was > 0 and now <= LEFT * was and same_products(before, after) and by_calls(before, after)
+
+
+@change(
+    "avoid cuDNN's plans for new attention shapes",
+    "another backend takes as long on the GPU",
+    followed=_follows_attention_plans,
+    needs=CUDA,
+    keys=("attention_flash", "attention_cudnn", "attention_mem_efficient"),
+)
 def attention_plans(case: Case) -> Proposal | None:
     """Return a proposal to build no plans in the steps. One plan for each op may be the cost of a first call."""
     if not case.has(lambda name: CUDNN_ATTENTION in name):
@@ -381,29 +485,6 @@ def attention_plans(case: Case) -> Proposal | None:
         "torch.backends.cuda.enable_cudnn_sdp(False), so that another backend computes attention; or pad to a few "
         "lengths",
         unrecorded=True,
-    )
-
-
-def fused_attention_on_the_cpu(case: Case) -> Proposal | None:
-    """Return a proposal to fuse attention. Then only its two products take time, and so it is in backward."""
-    found, typical = case.in_each_step(lambda step: list(_large_attentions(case, step)))
-    if not typical:
-        return None
-    forward = [op for some in found for _, between, _ in some for op in between]
-    backward = _backward_of(case, forward)
-    us = sum(self_us(op) for _, between, _ in typical for op in between)
-    also = f", and {duration(sum(op.us for op in backward))} in backward" if backward else ""
-    keys = {_keys(first) for first, _, _ in typical}
-    of_keys = f" of {min(keys):,} keys" if len(keys) == 1 else ""
-    masked = case.trace.trains and any(op.name in ADDS for _, between, _ in typical for op in between)
-    math_calls = [above for first, _, _ in typical for above in first.above() if above.name == SDPA_MATH]
-    return Proposal(
-        without_cpu_time(case.graph, spans_of([*forward, *backward])),
-        f"{counted(len(typical), 'softmax', 'softmaxes')}{of_keys} between batched products: the ops between the "
-        f"products take {duration(us)}{also}"
-        + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
-        how_to_fuse(math_calls) + ", if no gradient of the mask is needed" * masked,
-        assumed=True,
     )
 
 
@@ -435,108 +516,3 @@ def _backward_of(case: Case, forward: Sequence[Op]) -> list[Op]:
     return [
         call for call in calls if any(forward_of.get((op.track, op.start)) in begun for op in (call, *call.children))
     ]
-
-
-def _follows_fused_attention(before: Side, after: Side) -> bool:
-    """Softmaxes between batched products are gone, and fused attention of as many queries and keys is new."""
-    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
-    if not on_the_gpu(before, after):
-        return gone and same_on_the_cpu(before, after, fused=True)
-    were, fused = (
-        [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
-        for side in (before, after)
-    )
-    scores = {
-        (one.scores.batch, one.scores.queries, one.scores.keys)
-        for one in before.summary.attention.unfused
-        if one.scores
-    }
-    sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
-    same = bool(scores & sizes) and equal_single_products(before, after)
-    return gone and len(fused) > len(were) and same and not graphs_launched(after)
-
-
-def _follows_compile_flex(before: Side, after: Side) -> bool:
-    """Kernels of flex_attention are new, fewer attentions are unfused, and other products and layers are the same."""
-    was, now = (
-        sum("flex_attention" in one.name and one.family == "attention" for one in side.summary.gpu_work)
-        for side in (before, after)
-    )
-    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
-    # If the whole model is compiled, it calls the products of linear layers directly.
-    linear = before.ops["aten::linear"] == after.ops["aten::linear"]
-    return gone and now > was and linear and equal_single_products(before, after)
-
-
-def _follows_mask_once(before: Side, after: Side) -> bool:
-    """The step makes no mask any more, and the products and attention are the same."""
-    return (
-        before.summary.attention.mask_made is not None
-        and after.summary.attention.mask_made is None
-        and same_heavy(before, after)
-    )
-
-
-def _follows_shared_keys(before: Side, after: Side) -> bool:
-    """Keys and values are not expanded any more, and the number of products is the same."""
-    was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
-    return was is not None and now is None and by_calls(before, after) and same_products(before, after)
-
-
-def _follows_attention_plans(before: Side, after: Side) -> bool:
-    """cuDNN's attention takes at most half of the CPU time, and the products are the same."""
-    was, now = (
-        sum(one.self_us for name, one in side.summary.cpu.ops.items() if CUDNN_ATTENTION in name)
-        for side in (before, after)
-    )
-    return was > 0 and now <= LEFT * was and same_products(before, after) and by_calls(before, after)
-
-
-CHANGES = (
-    Change(
-        "fused_attention",
-        "use a fused attention kernel",
-        "the rate of a good attention kernel; a mask is causal, and half of the work",
-        fused_attention,
-        _follows_fused_attention,
-        on_cpu=fused_attention_on_the_cpu,
-        keys=("compile",),
-    ),
-    Change(
-        "compile_flex",
-        "compile flex_attention",
-        "the rate of a good attention kernel; no pair of a query and a key is masked",
-        compile_flex,
-        _follows_compile_flex,
-    ),
-    Change(
-        "no_mask_tensor",
-        "compute attention without a mask tensor",
-        "the rate of a good attention kernel for the whole matrix of scores",
-        no_mask_tensor,
-    ),
-    Change(
-        "mask_once",
-        "make the mask once",
-        "the mask is the same in each step",
-        mask_once,
-        _follows_mask_once,
-        on_cpu=mask_once,
-    ),
-    Change(
-        "shared_keys",
-        "share keys and values between query heads",
-        "the attention kernel takes keys and values of fewer heads as fast",
-        shared_keys,
-        _follows_shared_keys,
-    ),
-    Change(
-        "attention_plans",
-        "avoid cuDNN's plans for new attention shapes",
-        "another backend takes as long on the GPU",
-        attention_plans,
-        _follows_attention_plans,
-        needs=CUDA,
-        keys=("attention_flash", "attention_cudnn", "attention_mem_efficient"),
-    ),
-)

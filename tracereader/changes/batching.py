@@ -5,7 +5,7 @@ import re
 from collections.abc import Container, Iterator, Sequence
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.equal_passes import loops, passes_at_once
 from tracereader.changes.opportunity import Proposal
@@ -31,10 +31,18 @@ OF_IMAGES = ("aten::convolution", "aten::upsample", "aten::_upsample")
 LEAST_DIMS = 3
 
 
+def _follows_larger_batch(before: Side, after: Side) -> bool:
+    """The matrix products have the same FLOPs in at most half as many kernels."""
+    was, now = (products(side) for side in (before, after))
+    return len(now) <= LEFT * len(was) and same_flops(was, now)
+
+
+@change("give each launch more work", "no call or pass needs what another one computes", followed=_follows_larger_batch)
 def larger_batch(case: Case) -> Proposal | None:
     return _calls_as_one(case) or passes_at_once(case)
 
 
+@change("double the batch", "launches, and products of few rows that read weights, take as long for twice the batch")
 def double_batch(case: Case) -> Proposal | None:
     return _twice_the_rows(case) or _twice_for_each_launch(case)
 
@@ -172,26 +180,3 @@ def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
 def _stacks(entry: Entry) -> bool:
     _, _, op = entry
     return op is not None and op.name == "aten::cat"
-
-
-def _follows_larger_batch(before: Side, after: Side) -> bool:
-    """The matrix products have the same FLOPs in at most half as many kernels."""
-    was, now = (products(side) for side in (before, after))
-    return len(now) <= LEFT * len(was) and same_flops(was, now)
-
-
-CHANGES = (
-    Change(
-        "larger_batch",
-        "give each launch more work",
-        "no call or pass needs what another one computes",
-        larger_batch,
-        _follows_larger_batch,
-    ),
-    Change(
-        "double_batch",
-        "double the batch",
-        "launches, and products of few rows that read weights, take as long for twice the batch",
-        double_batch,
-    ),
-)

@@ -42,23 +42,14 @@ from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace
 
 WARM_UP = Change("warm_up", "warm up, then record again", "a warm step makes none of these calls")
-CHANGES = (
-    *graphs.CHANGES,
-    *waits.CHANGES,
-    *optimizer.CHANGES,
-    *work_ahead.CHANGES,
-    *batching.CHANGES,
-    *fusion.CHANGES,
-    *attention.CHANGES,
-    *layout.CHANGES,
-    *less_data.CHANGES,
-    *precision.CHANGES,
-    *copies.CHANGES,
-    *parallel.CHANGES,
-    *inference.CHANGES,
-    WARM_UP,
-)
-BY_NAME = {one.name: one for one in CHANGES}
+# A change that one of these modules declares is included without further registration.
+MODULES = (
+    graphs, waits, optimizer, work_ahead, batching, fusion, attention, layout, less_data, precision, copies,
+    parallel, inference,
+)  # fmt: skip
+DECLARED = (one for module in MODULES for one in vars(module).values() if isinstance(one, Change))
+BY_NAME = {one.name: one for one in (*DECLARED, WARM_UP)}
+CHANGES = tuple(BY_NAME.values())
 
 
 def opportunities(

@@ -1,4 +1,4 @@
-"""A change is declared in one place: beside the function that proposes it and the one that recognizes it.
+"""A change is declared in one place: above the function that proposes it, beside the one that recognizes it.
 
 The tables of the docs, `--json`, the comparison of two runs and the tests follow from the declarations. A proposal
 never computes a saving. It returns an edited graph, and the replay of that graph gives the step's time.
@@ -12,6 +12,8 @@ from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.figures.ranks import RanksSummary
 from tracereader.figures.side import Side
+
+Propose = Callable[[Case], Proposal | None]
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -29,9 +31,26 @@ class Change(msgspec.Struct, frozen=True):
     name: str
     title: str
     assumes: str
-    propose: Callable[[Case], Proposal | None] | None = None
+    propose: Propose | None = None
     followed: Callable[[Side, Side], bool] | None = None
-    on_cpu: Callable[[Case], Proposal | None] | None = None
+    on_cpu: Propose | None = None
     jobs_followed: Callable[[RanksSummary, RanksSummary], bool] | None = None
     needs: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+
+    def __call__(self, case: Case) -> Proposal | None:
+        return self.propose(case)
+
+
+def change(title: str, assumes: str, on_cpu: Propose | bool = False, **declared) -> Callable[[Propose], Change]:
+    """Return a decorator that declares a function as the proposal of a change with its name and these fields.
+
+    on_cpu: True if the function also proposes the change of a program that uses no GPU.
+    """
+
+    def declare(propose: Propose) -> Change:
+        return Change(
+            propose.__name__, title, assumes, propose, on_cpu=propose if on_cpu is True else on_cpu or None, **declared
+        )
+
+    return declare

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, compiled, same_heavy, same_products, the_same_work
@@ -49,6 +49,23 @@ GPU_ALLOCATES, GPU_FREES = {"cudaMalloc", "hipMalloc"}, {"cudaFree", "hipFree"}
 ALLOCATING_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
 
 
+def _follows_no_recompute(before: Side, after: Side) -> bool:
+    """Backward recomputes at most half as many forward ops, and no product or attention kernel is new."""
+    was, now = (side.summary.training.recomputed for side in (before, after))
+    first, second = (
+        Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after)
+    )
+    fewer = was is not None and (now.calls if now else 0) <= LEFT * was.calls
+    rest = set(second) <= set(first) and LEFT * first.total() < second.total() <= first.total()
+    return fewer and rest and compiled(before) == compiled(after)
+
+
+@change(
+    "keep activations instead of recomputing them",
+    "the activations fit into memory",
+    followed=_follows_no_recompute,
+    keys=("no_checkpoint",),
+)
 def no_recompute(case: Case) -> Proposal | None:
     recomputed = case.summary.training.recomputed
     if recomputed is None:
@@ -70,6 +87,29 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
     return [(some[0].track, min(op.start for op in some), max(op.end for op in some)) for some in by_parent.values()]
 
 
+def _follows_overlap_copies(before: Side, after: Side) -> bool:
+    """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
+    was, now = (
+        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name or "DtoH" in one.name)
+        for side in (before, after)
+    )
+    shares = [
+        side.summary.steady.exposed_copy_us / side.summary.steady_us
+        if side.summary.steady and side.summary.steady_us
+        else 0.0
+        for side in (before, after)
+    ]
+    gone = shares[1] * step_us(after) <= LEFT * shares[0] * step_us(before)
+    return 0 < was == now and gone and same_heavy(before, after)
+
+
+@change(
+    "copy the next batch while this one is computed",
+    "a copy beside kernels slows neither; the CPU reads a result one step later",
+    followed=_follows_overlap_copies,
+    needs=CUDA_OR_HIP,
+    keys=("pin_memory", "non_blocking"),
+)
 def overlap_copies(case: Case) -> Proposal | None:
     """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
     copied = [one for one in case.activities if one[0].kind == "memcpy" and id(one[0].launch) not in case.offloads]
@@ -134,6 +174,15 @@ def _waiting_with(copies: Iterable[Op]) -> list[Op]:
     return list(found.values())
 
 
+def _follows_one_copy(before: Side, after: Side) -> bool:
+    """As many bytes are copied to the GPU in at most half as many copies, and the number of products is the same."""
+    was, now = (
+        [one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name] for side in (before, after)
+    )
+    return 0 < len(now) <= LEFT * len(was) and sum(was) == sum(now) and same_products(before, after)
+
+
+@change("copy the batch as one tensor", "another process puts the tensors into one", followed=_follows_one_copy)
 def one_copy(case: Case) -> Proposal | None:
     """Return a proposal to copy many small tensors of a batch as one, and to split it on the GPU."""
     if sum("HtoD" in work.name for work in case.step.work) < MANY_COPIES:
@@ -184,6 +233,18 @@ def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
     return [run for run in runs if len(run) >= MANY_COPIES]
 
 
+def _follows_keep_activations(before: Side, after: Side) -> bool:
+    """At most half of the bytes are copied from the GPU, and to it, and the number of products is the same."""
+    for way in ("DtoH", "HtoD"):
+        was, now = (
+            sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name) for side in (before, after)
+        )
+        if now > LEFT * was or not was:
+            return False
+    return same_products(before, after)
+
+
+@change("keep activations on the GPU", "the activations fit into memory", followed=_follows_keep_activations)
 def keep_activations(case: Case) -> Proposal | None:
     """Return a proposal to keep the activations on the GPU that a forward copies to the CPU and its backward back."""
     if not case.offloads:
@@ -201,6 +262,22 @@ def keep_activations(case: Case) -> Proposal | None:
     )
 
 
+def _follows_allocator(before: Side, after: Side) -> bool:
+    """The kernels are about the same, and at most half of the calls that allocate GPU memory remain."""
+    was, now = (
+        sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATING_CALLS))
+        for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and the_same_work(before, after)
+
+
+@change(
+    "allocate no memory in the steps",
+    "memory that is allocated once is reused in every step",
+    followed=_follows_allocator,
+    needs=CUDA_OR_HIP,
+    keys=("expandable_segments",),
+)
 def allocator(case: Case) -> Proposal | None:
     if not case.has(ALLOCATES.__contains__):
         return None
@@ -226,6 +303,21 @@ def allocator(case: Case) -> Proposal | None:
     return Proposal(without_cpu_time(case.graph, spans_of(op for some in calls for op in some)), seen, how)
 
 
+def _follows_static_inputs(before: Side, after: Side) -> bool:
+    """Both steps launch about the same kernels as CUDA graphs, and at most half of the copies of inputs remain."""
+    was, now = (
+        sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
+    )
+    graphs = all(any(one.from_graph for one in side.summary.gpu_work) for side in (before, after))
+    return graphs and was > 0 and now <= LEFT * was and same_heavy(before, after)
+
+
+@change(
+    "give the CUDA graph its inputs in place",
+    "inputs stay where they are, or are written where the graph reads them",
+    followed=_follows_static_inputs,
+    needs=CUDA_OR_HIP,
+)
 def static_inputs(case: Case) -> Proposal | None:
     """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
     if not case.summary.launches_graphs:
@@ -239,119 +331,3 @@ def static_inputs(case: Case) -> Proposal | None:
         f"copies to the addresses that the CUDA graph reads take {duration(us)} per step",
         "capture with torch.cuda.graph and write inputs into the tensors that it reads",
     )
-
-
-def _follows_static_inputs(before: Side, after: Side) -> bool:
-    """Both steps launch about the same kernels as CUDA graphs, and at most half of the copies of inputs remain."""
-    was, now = (
-        sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
-    )
-    graphs = all(any(one.from_graph for one in side.summary.gpu_work) for side in (before, after))
-    return graphs and was > 0 and now <= LEFT * was and same_heavy(before, after)
-
-
-def _follows_allocator(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the calls that allocate GPU memory remain."""
-    was, now = (
-        sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATING_CALLS))
-        for side in (before, after)
-    )
-    return now <= LEFT * was and now < was and the_same_work(before, after)
-
-
-def _follows_no_recompute(before: Side, after: Side) -> bool:
-    """Backward recomputes at most half as many forward ops, and no product or attention kernel is new."""
-    was, now = (side.summary.training.recomputed for side in (before, after))
-    first, second = (
-        Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after)
-    )
-    fewer = was is not None and (now.calls if now else 0) <= LEFT * was.calls
-    rest = set(second) <= set(first) and LEFT * first.total() < second.total() <= first.total()
-    return fewer and rest and compiled(before) == compiled(after)
-
-
-def _follows_overlap_copies(before: Side, after: Side) -> bool:
-    """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
-    was, now = (
-        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name or "DtoH" in one.name)
-        for side in (before, after)
-    )
-    shares = [
-        side.summary.steady.exposed_copy_us / side.summary.steady_us
-        if side.summary.steady and side.summary.steady_us
-        else 0.0
-        for side in (before, after)
-    ]
-    gone = shares[1] * step_us(after) <= LEFT * shares[0] * step_us(before)
-    return 0 < was == now and gone and same_heavy(before, after)
-
-
-def _follows_one_copy(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU in at most half as many copies, and the number of products is the same."""
-    was, now = (
-        [one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name] for side in (before, after)
-    )
-    return 0 < len(now) <= LEFT * len(was) and sum(was) == sum(now) and same_products(before, after)
-
-
-def _follows_keep_activations(before: Side, after: Side) -> bool:
-    """At most half of the bytes are copied from the GPU, and to it, and the number of products is the same."""
-    for way in ("DtoH", "HtoD"):
-        was, now = (
-            sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name) for side in (before, after)
-        )
-        if now > LEFT * was or not was:
-            return False
-    return same_products(before, after)
-
-
-CHANGES = (
-    Change(
-        "overlap_copies",
-        "copy the next batch while this one is computed",
-        "a copy beside kernels slows neither; the CPU reads a result one step later",
-        overlap_copies,
-        _follows_overlap_copies,
-        needs=CUDA_OR_HIP,
-        keys=("pin_memory", "non_blocking"),
-    ),
-    Change(
-        "one_copy",
-        "copy the batch as one tensor",
-        "another process puts the tensors into one",
-        one_copy,
-        _follows_one_copy,
-    ),
-    Change(
-        "keep_activations",
-        "keep activations on the GPU",
-        "the activations fit into memory",
-        keep_activations,
-        _follows_keep_activations,
-    ),
-    Change(
-        "no_recompute",
-        "keep activations instead of recomputing them",
-        "the activations fit into memory",
-        no_recompute,
-        _follows_no_recompute,
-        keys=("no_checkpoint",),
-    ),
-    Change(
-        "allocator",
-        "allocate no memory in the steps",
-        "memory that is allocated once is reused in every step",
-        allocator,
-        _follows_allocator,
-        needs=CUDA_OR_HIP,
-        keys=("expandable_segments",),
-    ),
-    Change(
-        "static_inputs",
-        "give the CUDA graph its inputs in place",
-        "inputs stay where they are, or are written where the graph reads them",
-        static_inputs,
-        _follows_static_inputs,
-        needs=CUDA_OR_HIP,
-    ),
-)

@@ -9,7 +9,7 @@ from statistics import median
 
 from tracereader.changes import prices
 from tracereader.changes.attention import flex_call
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_tensor_cores
@@ -75,6 +75,26 @@ NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 GROUPED_PRODUCTS = "grouped_mm"
 
 
+def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
+    """Compiled kernels are new, the fusable kernels are fewer or shorter, and the number of products is the same."""
+    rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
+    fewer = len(rows[1]) < ALMOST * len(rows[0])
+    shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
+    attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
+    as_many = same_products(before, after) and attention[0] == attention[1]
+    as_many = as_many and (usual_type(before) == usual_type(after) or follows_tensor_cores(before, after))
+    compiled = newly_compiled(before, after)
+    # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
+    as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
+    return compiled and as_large and (fewer or shorter) and as_many and by_calls(before, after)
+
+
+@change(
+    "fuse pointwise kernels with torch.compile",
+    "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
+    followed=_follows_fuse_pointwise,
+    keys=("compile_reduce_overhead", "compile", "compile_max_autotune"),
+)
 def fuse_pointwise(case: Case) -> Proposal | None:
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
     saves_calls = case.trace.trains and not case.summary.launches_graphs and not _has_outputs_of_unknown_size(case)
@@ -405,6 +425,18 @@ def _flops_of_one(name: str) -> int:
     return prices.TRANSCENDENTAL if any(word in name for word in COSTLY) else prices.ARITHMETIC
 
 
+def _follows_recompile(before: Side, after: Side) -> bool:
+    """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
+    was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
+    return bool(was) and not now and share_in_common(before, after) >= ALMOST and same_heavy(before, after)
+
+
+@change(
+    "avoid recompilation in the steps",
+    "a compiled step takes as long as those that do not compile",
+    followed=_follows_recompile,
+    on_cpu=True,
+)
 def recompile(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.endswith(COMPILING)):
         return None
@@ -419,6 +451,22 @@ def recompile(case: Case) -> Proposal | None:
     )
 
 
+def _follows_skip_guards(before: Side, after: Side) -> bool:
+    """The kernels are the same, and the cache lookups of torch.compile take at most half the time."""
+    was, now = (
+        sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
+    )
+    same = share_in_common(before, after) == 1 and same_heavy(before, after)
+    return 0 < now <= LEFT * was and by_calls(before, after) and same
+
+
+@change(
+    "skip the guards of compiled code",
+    "inputs fulfil the guards in every step",
+    followed=_follows_skip_guards,
+    on_cpu=True,
+    keys=("compile",),
+)
 def skip_guards(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.startswith(LOOKUP)):
         return None
@@ -442,61 +490,3 @@ def skip_guards(case: Case) -> Proposal | None:
         "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after warm-up, if inputs do not change",
         assumed=True,
     )
-
-
-def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
-    """Compiled kernels are new, the fusable kernels are fewer or shorter, and the number of products is the same."""
-    rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
-    fewer = len(rows[1]) < ALMOST * len(rows[0])
-    shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
-    attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
-    as_many = same_products(before, after) and attention[0] == attention[1]
-    as_many = as_many and (usual_type(before) == usual_type(after) or follows_tensor_cores(before, after))
-    compiled = newly_compiled(before, after)
-    # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
-    as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
-    return compiled and as_large and (fewer or shorter) and as_many and by_calls(before, after)
-
-
-def _follows_skip_guards(before: Side, after: Side) -> bool:
-    """The kernels are the same, and the cache lookups of torch.compile take at most half the time."""
-    was, now = (
-        sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
-    )
-    same = share_in_common(before, after) == 1 and same_heavy(before, after)
-    return 0 < now <= LEFT * was and by_calls(before, after) and same
-
-
-def _follows_recompile(before: Side, after: Side) -> bool:
-    """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
-    was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
-    return bool(was) and not now and share_in_common(before, after) >= ALMOST and same_heavy(before, after)
-
-
-CHANGES = (
-    Change(
-        "fuse_pointwise",
-        "fuse pointwise kernels with torch.compile",
-        "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
-        fuse_pointwise,
-        _follows_fuse_pointwise,
-        keys=("compile_reduce_overhead", "compile", "compile_max_autotune"),
-    ),
-    Change(
-        "recompile",
-        "avoid recompilation in the steps",
-        "a compiled step takes as long as those that do not compile",
-        recompile,
-        _follows_recompile,
-        on_cpu=recompile,
-    ),
-    Change(
-        "skip_guards",
-        "skip the guards of compiled code",
-        "inputs fulfil the guards in every step",
-        skip_guards,
-        _follows_skip_guards,
-        on_cpu=skip_guards,
-        keys=("compile",),
-    ),
-)

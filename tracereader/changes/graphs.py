@@ -9,7 +9,7 @@ from statistics import median_low
 import msgspec
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.fusion import includes_the_loss
 from tracereader.changes.opportunity import Proposal
@@ -75,6 +75,23 @@ NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
 
 
+def _follows_cuda_graph(before: Side, after: Side) -> bool:
+    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or compiled ones."""
+    of_optimizers = sum(one.launches for one in after.summary.training.optimizers)
+    work = after.summary.gpu_work
+    mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
+    if graphs_launched(before) or not mostly or _follows_update_graph(before, after):
+        return False
+    return (compiled(after) and same_products_as_long(before, after)) or share_kept(before, after) >= ALMOST
+
+
+@change(
+    "replay the step as a CUDA graph",
+    "a value that the step reads does not change what follows",
+    followed=_follows_cuda_graph,
+    needs=CUDA_OR_HIP,
+    keys=("compile_reduce_overhead", "compile_max_autotune"),
+)
 def cuda_graph(case: Case) -> Proposal | None:
     return graph_as_it_is(case) or _without_obstacles(case)
 
@@ -381,6 +398,25 @@ def _is_long(run: Run) -> bool:
     return sum(len(work) for _, work in run) >= MANY_LAUNCHES
 
 
+def _follows_update_graph(before: Side, after: Side) -> bool:
+    """CUDA graphs launch more of about the same kernels, and code after backward takes at most half the CPU time."""
+    if share_in_graphs(after) <= share_in_graphs(before) or share_kept(before, after) < ALMOST:
+        return False
+    was, now = ({one.name: one for one in side.summary.places.by_phase} for side in (before, after))
+    if not was.keys() & now.keys() >= {OUTSIDE_PHASES, FORWARD, BACKWARD}:
+        return False
+    # The two processes' CPU speeds may differ, and if the model is in a graph, too, its CPU time decreases.
+    model = [side[FORWARD].cpu_us + side[BACKWARD].cpu_us for side in (was, now)]
+    kept = now[OUTSIDE_PHASES].pieces >= ALMOST * was[OUTSIDE_PHASES].pieces
+    return kept and now[OUTSIDE_PHASES].cpu_us * model[0] <= LEFT * was[OUTSIDE_PHASES].cpu_us * model[1]
+
+
+@change(
+    "replay the code after backward as a CUDA graph",
+    "the code computes with no numbers of Python that change",
+    followed=_follows_update_graph,
+    needs=CUDA_OR_HIP,
+)
 def update_graph(case: Case) -> Proposal | None:
     """Return a proposal to replay what the program launches after backward, outside optimizers' steps.
 
@@ -642,47 +678,3 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
         "torch.cuda.graph for each group",
         title="use CUDA graphs between synchronizations",
     )
-
-
-def _follows_cuda_graph(before: Side, after: Side) -> bool:
-    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or compiled ones."""
-    of_optimizers = sum(one.launches for one in after.summary.training.optimizers)
-    work = after.summary.gpu_work
-    mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
-    if graphs_launched(before) or not mostly or _follows_update_graph(before, after):
-        return False
-    return (compiled(after) and same_products_as_long(before, after)) or share_kept(before, after) >= ALMOST
-
-
-def _follows_update_graph(before: Side, after: Side) -> bool:
-    """CUDA graphs launch more of about the same kernels, and code after backward takes at most half the CPU time."""
-    if share_in_graphs(after) <= share_in_graphs(before) or share_kept(before, after) < ALMOST:
-        return False
-    was, now = ({one.name: one for one in side.summary.places.by_phase} for side in (before, after))
-    if not was.keys() & now.keys() >= {OUTSIDE_PHASES, FORWARD, BACKWARD}:
-        return False
-    # The two processes' CPU speeds may differ, and if the model is in a graph, too, its CPU time decreases.
-    model = [side[FORWARD].cpu_us + side[BACKWARD].cpu_us for side in (was, now)]
-    kept = now[OUTSIDE_PHASES].pieces >= ALMOST * was[OUTSIDE_PHASES].pieces
-    return kept and now[OUTSIDE_PHASES].cpu_us * model[0] <= LEFT * was[OUTSIDE_PHASES].cpu_us * model[1]
-
-
-CHANGES = (
-    Change(
-        "cuda_graph",
-        "replay the step as a CUDA graph",
-        "a value that the step reads does not change what follows",
-        cuda_graph,
-        _follows_cuda_graph,
-        needs=CUDA_OR_HIP,
-        keys=("compile_reduce_overhead", "compile_max_autotune"),
-    ),
-    Change(
-        "update_graph",
-        "replay the code after backward as a CUDA graph",
-        "the code computes with no numbers of Python that change",
-        update_graph,
-        _follows_update_graph,
-        needs=CUDA_OR_HIP,
-    ),
-)

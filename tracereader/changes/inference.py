@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.graphs import can_be_captured, long_runs
 from tracereader.changes.opportunity import Proposal
@@ -39,6 +39,21 @@ from tracereader.trace.op_names import COPYING
 STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 
 
+def _follows_last_logits(before: Side, after: Side) -> bool:
+    """The product with the vocabulary makes only the needed rows, and the number of products is the same."""
+    head, needed = head_of_all(before.summary)
+    if head is None:
+        return False
+    shapes = [one.product for one in single_products(after)]
+    now = [one for one in shapes if (one.k, one.n) == (head.product.k, head.product.n)]
+    return bool(now) and all(one.m <= needed for one in now) and same_products(before, after)
+
+
+@change(
+    "compute the logits of the last token only",
+    "the product takes the time of fewer rows",
+    followed=_follows_last_logits,
+)
 def last_logits(case: Case) -> Proposal | None:
     head, needed = head_of_all(case.summary)
     if head is None:
@@ -66,6 +81,18 @@ def last_logits(case: Case) -> Proposal | None:
     )
 
 
+def _follows_no_autograd(before: Side, after: Side) -> bool:
+    """Only in the first trace, autograd records ops without a backward. Products and convolutions are the same."""
+    was, now = (side.summary.training.unused_nodes for side in (before, after))
+    return was >= MANY_NODES and not now and same_heavy(before, after) and by_calls(before, after)
+
+
+@change(
+    "run the model without autograd",
+    "no backward follows outside the trace",
+    followed=_follows_no_autograd,
+    keys=("inference_mode",),
+)
 def no_autograd(case: Case) -> Proposal | None:
     """Propose to run a model without autograd, if autograd records many of its ops and the trace has no backward."""
     if case.summary.training.unused_nodes < MANY_NODES:
@@ -83,6 +110,19 @@ def no_autograd(case: Case) -> Proposal | None:
     )
 
 
+def _follows_kv_cache(before: Side, after: Side) -> bool:
+    """Attention has as many calls, and fewer than half of the queries; the number of products is the same."""
+    was, now = (
+        sum(one.attention.queries for one in side.summary.gpu_work if one.attention) for side in (before, after)
+    )
+    return 0 < now <= LEFT * was and by_calls(before, after) and same_products(before, after)
+
+
+@change(
+    "keep keys and values in a KV cache",
+    "the model is causal; each activity takes one token's share of the time",
+    followed=_follows_kv_cache,
+)
 def kv_cache(case: Case) -> Proposal | None:
     """Propose to keep keys and values where each pass through the model recomputes all tokens for a new one."""
     if case.recomputed_tokens is None:
@@ -97,6 +137,18 @@ def kv_cache(case: Case) -> Proposal | None:
     )
 
 
+def _follows_static_cache(before: Side, after: Side) -> bool:
+    """CUDA graphs launch most of the second step, and it has as many products and attention kernels."""
+    return bool(not graphs_launched(before) and graphs_launched(after) and same_products(before, after))
+
+
+@change(
+    "use a static KV cache and CUDA graphs",
+    "attention takes as long on the cache of fixed size, which has an empty part",
+    followed=_follows_static_cache,
+    needs=CUDA_OR_HIP,
+    keys=("compile_reduce_overhead",),
+)
 def static_cache(case: Case) -> Proposal | None:
     """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
     if case.trace.trains or not can_be_captured(case):
@@ -179,6 +231,21 @@ def _of_one_us(case: Case, one: GpuWork, tokens: int) -> float:
     return min(one.us, max(one.us / tokens, least))
 
 
+def _follows_merge_adapters(before: Side, after: Side) -> bool:
+    """Products of a small rank are gone, and the number and sizes of all other products are the same."""
+    some = [single_products(side) if on_the_gpu(before, after) else side.summary.cpu.work for side in (before, after)]
+    was, now = (Counter(one.product for one in each if one.product and one.product.batch == 1) for each in some)
+    of_rank, left = (sum(count for one, count in each.items() if is_of_rank(one)) for each in (was, now))
+    others = [{one: count for one, count in each.items() if not is_of_rank(one)} for each in (was, now)]
+    return left <= LEFT * of_rank and left < of_rank and others[0] == others[1]
+
+
+@change(
+    "merge the adapters' weights",
+    "the adapters do not change between the steps",
+    followed=_follows_merge_adapters,
+    on_cpu=True,
+)
 def merge_adapters(case: Case) -> Proposal | None:
     """Propose to add the weights of low-rank adapters to those of their layers."""
     if case.trace.trains:
@@ -199,84 +266,3 @@ def merge_adapters(case: Case) -> Proposal | None:
         f"{counted(len(typical), 'layer has', 'layers have')} a low-rank adapter beside the weight: {spent}",
         "merge the adapters once before the steps: merge_and_unload() in peft, or weight += scale * b @ a",
     )
-
-
-def _follows_static_cache(before: Side, after: Side) -> bool:
-    """CUDA graphs launch most of the second step, and it has as many products and attention kernels."""
-    return bool(not graphs_launched(before) and graphs_launched(after) and same_products(before, after))
-
-
-def _follows_last_logits(before: Side, after: Side) -> bool:
-    """The product with the vocabulary makes only the needed rows, and the number of products is the same."""
-    head, needed = head_of_all(before.summary)
-    if head is None:
-        return False
-    shapes = [one.product for one in single_products(after)]
-    now = [one for one in shapes if (one.k, one.n) == (head.product.k, head.product.n)]
-    return bool(now) and all(one.m <= needed for one in now) and same_products(before, after)
-
-
-def _follows_kv_cache(before: Side, after: Side) -> bool:
-    """Attention has as many calls, and fewer than half of the queries; the number of products is the same."""
-    was, now = (
-        sum(one.attention.queries for one in side.summary.gpu_work if one.attention) for side in (before, after)
-    )
-    return 0 < now <= LEFT * was and by_calls(before, after) and same_products(before, after)
-
-
-def _follows_merge_adapters(before: Side, after: Side) -> bool:
-    """Products of a small rank are gone, and the number and sizes of all other products are the same."""
-    some = [single_products(side) if on_the_gpu(before, after) else side.summary.cpu.work for side in (before, after)]
-    was, now = (Counter(one.product for one in each if one.product and one.product.batch == 1) for each in some)
-    of_rank, left = (sum(count for one, count in each.items() if is_of_rank(one)) for each in (was, now))
-    others = [{one: count for one, count in each.items() if not is_of_rank(one)} for each in (was, now)]
-    return left <= LEFT * of_rank and left < of_rank and others[0] == others[1]
-
-
-def _follows_no_autograd(before: Side, after: Side) -> bool:
-    """Only in the first trace, autograd records ops without a backward. Products and convolutions are the same."""
-    was, now = (side.summary.training.unused_nodes for side in (before, after))
-    return was >= MANY_NODES and not now and same_heavy(before, after) and by_calls(before, after)
-
-
-CHANGES = (
-    Change(
-        "kv_cache",
-        "keep keys and values in a KV cache",
-        "the model is causal; each activity takes one token's share of the time",
-        kv_cache,
-        _follows_kv_cache,
-    ),
-    Change(
-        "static_cache",
-        "use a static KV cache and CUDA graphs",
-        "attention takes as long on the cache of fixed size, which has an empty part",
-        static_cache,
-        _follows_static_cache,
-        needs=CUDA_OR_HIP,
-        keys=("compile_reduce_overhead",),
-    ),
-    Change(
-        "merge_adapters",
-        "merge the adapters' weights",
-        "the adapters do not change between the steps",
-        merge_adapters,
-        _follows_merge_adapters,
-        on_cpu=merge_adapters,
-    ),
-    Change(
-        "last_logits",
-        "compute the logits of the last token only",
-        "the product takes the time of fewer rows",
-        last_logits,
-        _follows_last_logits,
-    ),
-    Change(
-        "no_autograd",
-        "run the model without autograd",
-        "no backward follows outside the trace",
-        no_autograd,
-        _follows_no_autograd,
-        keys=("inference_mode",),
-    ),
-)

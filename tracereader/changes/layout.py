@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, type_of
@@ -41,6 +41,17 @@ UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_alig
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 
 
+def _follows_align_shapes(before: Side, after: Side) -> bool:
+    """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
+    was, now = (single_products(side) for side in (before, after))
+    odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
+    if not was and not now:  # without shapes, the kernels' names show the alignment
+        odd = [sum(UNALIGNED.search(one.name) is not None for one in heavy(side)) for side in (before, after)]
+        return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_products(before, after)
+    return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_flops(was, now)
+
+
+@change("pad dimensions to a multiple of 8", "the rate of a good product in bf16", followed=_follows_align_shapes)
 def align_shapes(case: Case) -> Proposal | None:
     return (_by_shapes(case) or _by_kernels_names(case)) if case.could_gain(("GEMM",)) else None
 
@@ -106,6 +117,22 @@ def _by_shapes(case: Case) -> Proposal | None:
     )
 
 
+def _follows_channels_last(before: Side, after: Side) -> bool:
+    """At most half of the layout conversions remain; the number and types of the convolutions are the same."""
+    was, now = (
+        sum("nchwToNhwc" in one.name or "nhwcToNchw" in one.name for one in side.summary.gpu_work)
+        for side in (before, after)
+    )
+    types = [(usual_type(side), compiled(side)) for side in (before, after)]
+    return now <= LEFT * was and now < was and types[0] == types[1] and same_products(before, after)
+
+
+@change(
+    "keep images in the channels_last layout",
+    "convolutions and normalizations themselves take as long",
+    followed=_follows_channels_last,
+    keys=("channels_last",),
+)
 def channels_last(case: Case) -> Proposal | None:
     conversions = [
         (work, one) for work, one, _ in case.named(lambda name: "nchwToNhwc" in name or "nhwcToNchw" in name)
@@ -135,6 +162,22 @@ def _channels_last_layout(case: Case, ops: Iterable[Op]) -> tuple[str, str] | No
     return ("channels_last", "images") if 4 in ranks or not ranks else None
 
 
+def _follows_layout_copies(before: Side, after: Side) -> bool:
+    """At most half of the copy kernels remain, and the other kernels are the same."""
+    others, copies = [], []
+    for side in (before, after):
+        rows = [one for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset"]
+        copies.append(sum(one.family == "copy" for one in rows))
+        others.append(Counter(one.name for one in rows if one.family != "copy"))
+    return copies[1] <= LEFT * copies[0] and copies[1] < copies[0] and others[0] == others[1]
+
+
+@change(
+    "drop copies that only change a tensor's layout",
+    "the next kernel reads the other layout as fast",
+    followed=_follows_layout_copies,
+    keys=("channels_last",),
+)
 def layout_copies(case: Case) -> Proposal | None:
     found = [
         (work, one, name)
@@ -174,6 +217,13 @@ def _changes_layout(op: Op) -> str:
     return next((name for name in above if name in LAYOUT_OPS), "")
 
 
+def _follows_in_place(before: Side, after: Side) -> bool:
+    """The kernels are the same, and fewer ops out of place copy their input."""
+    fewer = len(after.summary.attention.hidden_copies) < len(before.summary.attention.hidden_copies)
+    return fewer and by_calls(before, after) and share_in_common(before, after) == 1
+
+
+@change("work in place", "nothing else reads the tensor that is overwritten", followed=_follows_in_place)
 def in_place(case: Case) -> Proposal | None:
     """Return a proposal to work in place, except in training, where a gradient may need the input."""
     if case.trace.trains:
@@ -193,75 +243,5 @@ def in_place(case: Case) -> Proposal | None:
     )
 
 
-def _follows_align_shapes(before: Side, after: Side) -> bool:
-    """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
-    was, now = (single_products(side) for side in (before, after))
-    odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
-    if not was and not now:  # without shapes, the kernels' names show the alignment
-        odd = [sum(UNALIGNED.search(one.name) is not None for one in heavy(side)) for side in (before, after)]
-        return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_products(before, after)
-    return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_flops(was, now)
-
-
-def _follows_channels_last(before: Side, after: Side) -> bool:
-    """At most half of the layout conversions remain; the number and types of the convolutions are the same."""
-    was, now = (
-        sum("nchwToNhwc" in one.name or "nhwcToNchw" in one.name for one in side.summary.gpu_work)
-        for side in (before, after)
-    )
-    types = [(usual_type(side), compiled(side)) for side in (before, after)]
-    return now <= LEFT * was and now < was and types[0] == types[1] and same_products(before, after)
-
-
-def _follows_layout_copies(before: Side, after: Side) -> bool:
-    """At most half of the copy kernels remain, and the other kernels are the same."""
-    others, copies = [], []
-    for side in (before, after):
-        rows = [one for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset"]
-        copies.append(sum(one.family == "copy" for one in rows))
-        others.append(Counter(one.name for one in rows if one.family != "copy"))
-    return copies[1] <= LEFT * copies[0] and copies[1] < copies[0] and others[0] == others[1]
-
-
-def _follows_in_place(before: Side, after: Side) -> bool:
-    """The kernels are the same, and fewer ops out of place copy their input."""
-    fewer = len(after.summary.attention.hidden_copies) < len(before.summary.attention.hidden_copies)
-    return fewer and by_calls(before, after) and share_in_common(before, after) == 1
-
-
 def _is_odd(one: GpuWork) -> bool:
     return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))
-
-
-CHANGES = (
-    Change(
-        "align_shapes",
-        "pad dimensions to a multiple of 8",
-        "the rate of a good product in bf16",
-        align_shapes,
-        _follows_align_shapes,
-    ),
-    Change(
-        "channels_last",
-        "keep images in the channels_last layout",
-        "convolutions and normalizations themselves take as long",
-        channels_last,
-        _follows_channels_last,
-        keys=("channels_last",),
-    ),
-    Change(
-        "layout_copies",
-        "drop copies that only change a tensor's layout",
-        "the next kernel reads the other layout as fast",
-        layout_copies,
-        _follows_layout_copies,
-        keys=("channels_last",),
-    ),
-    Change(
-        "in_place",
-        "work in place",
-        "nothing else reads the tensor that is overwritten",
-        in_place,
-        _follows_in_place,
-    ),
-)

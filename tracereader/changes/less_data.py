@@ -3,7 +3,7 @@
 import math
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.equal_passes import IS_INDEX
 from tracereader.changes.opportunity import Proposal
@@ -22,6 +22,17 @@ SORTS, LARGEST = "aten::sort", "aten::topk"
 LEAST_SORTED = 16_384  # values in a row
 
 
+def _follows_sparse_gradients(before: Side, after: Side) -> bool:
+    """Gradients of embeddings are sparse, and the products are the same."""
+    was, now = (side.summary.training.has_sparse_gradients for side in (before, after))
+    return now and not was and same_products(before, after)
+
+
+@change(
+    "give embeddings sparse gradients",
+    "the optimizer's time is proportional to the number of gradients",
+    followed=_follows_sparse_gradients,
+)
 def sparse_gradients(case: Case) -> Proposal | None:
     """Return a proposal to give large tables sparse gradients. The optimizer then updates only the rows in use."""
     in_steps, typical = case.in_each_step(_dense_gradients)
@@ -66,6 +77,17 @@ def _dense_gradients(step: Step) -> list[tuple[Op, int]]:
     return found
 
 
+def _follows_largest_first(before: Side, after: Side) -> bool:
+    """Calls of topk replace sorts, and the products are the same."""
+    fewer = after.ops[SORTS] <= LEFT * before.ops[SORTS]
+    return fewer and after.ops[LARGEST] > before.ops[LARGEST] and same_products(before, after)
+
+
+@change(
+    "take the largest values before sorting",
+    "few values of each row are used; topk takes 0.3 of a sort's time",
+    followed=_follows_largest_first,
+)
 def largest_first(case: Case) -> Proposal | None:
     """Return a proposal to take a row's largest values with topk instead of sorting all of them.
 
@@ -96,33 +118,3 @@ def largest_first(case: Case) -> Proposal | None:
         "if only the largest values matter (top-p, top-k), call torch.topk with a few hundred first",
         assumed=True,
     )
-
-
-def _follows_sparse_gradients(before: Side, after: Side) -> bool:
-    """Gradients of embeddings are sparse, and the products are the same."""
-    was, now = (side.summary.training.has_sparse_gradients for side in (before, after))
-    return now and not was and same_products(before, after)
-
-
-def _follows_largest_first(before: Side, after: Side) -> bool:
-    """Calls of topk replace sorts, and the products are the same."""
-    fewer = after.ops[SORTS] <= LEFT * before.ops[SORTS]
-    return fewer and after.ops[LARGEST] > before.ops[LARGEST] and same_products(before, after)
-
-
-CHANGES = (
-    Change(
-        "sparse_gradients",
-        "give embeddings sparse gradients",
-        "the optimizer's time is proportional to the number of gradients",
-        sparse_gradients,
-        _follows_sparse_gradients,
-    ),
-    Change(
-        "largest_first",
-        "take the largest values before sorting",
-        "few values of each row are used; topk takes 0.3 of a sort's time",
-        largest_first,
-        _follows_largest_first,
-    ),
-)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, by_calls, same_heavy
@@ -33,6 +33,42 @@ FUSED_ON_THE_CPU = ("AdamW", "Adam", "SGD", "Adagrad")
 MULTIPLIES = ("aten::mul_", "aten::_foreach_mul_")
 
 
+def _follows_fused_optimizer(before: Side, after: Side) -> bool:
+    """An optimizer is fused or foreach now, whichever torch offers as faster, and the matrix products are the same."""
+    offered = {one.name: one.faster for one in before.summary.training.optimizers}
+    made = any(one.how and one.how == offered.get(one.name) for one in after.summary.training.optimizers)
+    return made and same_heavy(before, after)
+
+
+def fused_optimizer_on_the_cpu(case: Case) -> Proposal | None:
+    slow = {
+        one.label: one
+        for one in case.summary.training.optimizers
+        if one.faster == "fused" and not (one.forward_us or one.backward_us)  # of a closure in its time
+    }
+    updates = [op for step in case.steps for op in labels(step, tuple(slow)) if op.name in slow]
+    updates = [op for op in updates if not _is_plain_sgd(op)]
+    if not updates:
+        return None
+    found = [slow[label] for label in dict.fromkeys(op.name for op in updates)]
+    spans = [(op.track, op.start + round(prices.FUSED_ON_THE_CPU * op.dur), op.end) for op in updates]
+    each = "; ".join(f"{one.name} ({one.how}) takes {duration(one.cpu_us)} of the step" for one in found)
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"{each}; a fused optimizer reads and writes each tensor once",
+        listed(f"torch.optim.{one.name}(…, fused=True)" for one in found),
+        assumed=True,
+        title=f"use the fused {' and '.join(one.name for one in found)}",
+    )
+
+
+@change(
+    "use the fused optimizer",
+    "the CPU time of a fused or foreach step, by the number of parameters",
+    followed=_follows_fused_optimizer,
+    on_cpu=fused_optimizer_on_the_cpu,
+    keys=("fused_optimizer", "foreach_optimizer"),
+)
 def fused_optimizer(case: Case) -> Proposal | None:
     loops = [one for one in case.summary.training.optimizers if one.launches > FEW_LAUNCHES and one.faster]
     if not loops:
@@ -115,6 +151,20 @@ def _parameters_with_gradients(step: Step) -> int:
     return len(new or given)
 
 
+def _follows_no_gradients(before: Side, after: Side) -> bool:
+    """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
+    was, now = (
+        sum(one.asked_by in ("aten::fill_", "aten::zero_") for one in side.summary.gpu_work) for side in (before, after)
+    )
+    return now <= LEFT * was and was >= MANY_ZEROED and same_heavy(before, after) and by_calls(before, after)
+
+
+@change(
+    "set gradients to None instead of zero",
+    "backward gives each gradient its tensor without a copy",
+    followed=_follows_no_gradients,
+    keys=("set_to_none",),
+)
 def no_gradients(case: Case) -> Proposal | None:
     """Propose to set gradients to None instead of zero; the next backward then adds to none."""
     zeroed, typical = case.in_each_step(_zeroed)
@@ -147,63 +197,5 @@ def _zeroed(step: Step) -> list[Op]:
     )
 
 
-def fused_optimizer_on_the_cpu(case: Case) -> Proposal | None:
-    slow = {
-        one.label: one
-        for one in case.summary.training.optimizers
-        if one.faster == "fused" and not (one.forward_us or one.backward_us)  # of a closure in its time
-    }
-    updates = [op for step in case.steps for op in labels(step, tuple(slow)) if op.name in slow]
-    updates = [op for op in updates if not _is_plain_sgd(op)]
-    if not updates:
-        return None
-    found = [slow[label] for label in dict.fromkeys(op.name for op in updates)]
-    spans = [(op.track, op.start + round(prices.FUSED_ON_THE_CPU * op.dur), op.end) for op in updates]
-    each = "; ".join(f"{one.name} ({one.how}) takes {duration(one.cpu_us)} of the step" for one in found)
-    return Proposal(
-        without_cpu_time(case.graph, spans),
-        f"{each}; a fused optimizer reads and writes each tensor once",
-        listed(f"torch.optim.{one.name}(…, fused=True)" for one in found),
-        assumed=True,
-        title=f"use the fused {' and '.join(one.name for one in found)}",
-    )
-
-
 def _is_plain_sgd(update: Op) -> bool:
     return update.name == f"{OPTIMIZER}SGD.step" and not any(op.name in MULTIPLIES for op in update.walk())
-
-
-def _follows_fused_optimizer(before: Side, after: Side) -> bool:
-    """An optimizer is fused or foreach now, whichever torch offers as faster, and the matrix products are the same."""
-    offered = {one.name: one.faster for one in before.summary.training.optimizers}
-    made = any(one.how and one.how == offered.get(one.name) for one in after.summary.training.optimizers)
-    return made and same_heavy(before, after)
-
-
-def _follows_no_gradients(before: Side, after: Side) -> bool:
-    """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
-    was, now = (
-        sum(one.asked_by in ("aten::fill_", "aten::zero_") for one in side.summary.gpu_work) for side in (before, after)
-    )
-    return now <= LEFT * was and was >= MANY_ZEROED and same_heavy(before, after) and by_calls(before, after)
-
-
-CHANGES = (
-    Change(
-        "fused_optimizer",
-        "use the fused optimizer",
-        "the CPU time of a fused or foreach step, by the number of parameters",
-        fused_optimizer,
-        _follows_fused_optimizer,
-        on_cpu=fused_optimizer_on_the_cpu,
-        keys=("fused_optimizer", "foreach_optimizer"),
-    ),
-    Change(
-        "no_gradients",
-        "set gradients to None instead of zero",
-        "backward gives each gradient its tensor without a copy",
-        no_gradients,
-        _follows_no_gradients,
-        keys=("set_to_none",),
-    ),
-)

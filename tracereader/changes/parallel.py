@@ -7,7 +7,7 @@ from itertools import chain, takewhile
 from operator import attrgetter
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_jobs import gathers_less, reduces_less_often, sends_no_buffers
@@ -48,6 +48,18 @@ REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 _start = attrgetter("start")
 
 
+def _follows_keep_parameters(before: Side, after: Side) -> bool:
+    """FSDP gathers parameters at most two thirds as often, and the number of products is the same."""
+    was, now = (side.ops["fsdp::all_gather_copy_in"] for side in (before, after))
+    return 0 < now <= 2 / 3 * was and same_products(before, after)
+
+
+@change(
+    "keep gathered parameters for the backward pass",
+    "all parameters fit into memory",
+    followed=_follows_keep_parameters,
+    jobs_followed=gathers_less,
+)
 def keep_parameters(case: Case) -> Proposal | None:
     """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
     if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):
@@ -71,6 +83,21 @@ def _gathered_again(step: Step) -> list[Op]:
     return [op for op in gathers if _is_for_backward(op)]
 
 
+def _follows_reduce_once(before: Side, after: Side) -> bool:
+    """DDP or FSDP reduces gradients at most two thirds as often, and the number of products is the same."""
+    was, now = (
+        sum(count for name, count in side.ops.items() if name.startswith((REDUCERS_CALLS, "c10d::_reduce_scatter_")))
+        for side in (before, after)
+    )
+    return 0 < now <= 2 / 3 * was and same_products(before, after)
+
+
+@change(
+    "reduce gradients once per optimizer step",
+    "all passes are of one model; with FSDP, all parameters and gradients fit into memory",
+    followed=_follows_reduce_once,
+    jobs_followed=reduces_less_often,
+)
 def reduce_once(case: Case) -> Proposal | None:
     """Return a proposal to reduce gradients in the last of several backward passes before an optimizer step only."""
     if not case.has(FORWARDS.__contains__):
@@ -177,6 +204,19 @@ def _is_for_backward(op: Op) -> bool:
     return any(above.name.startswith(GATHERS_AGAIN) for above in op.above())
 
 
+def _follows_keep_buffers(before: Side, after: Side) -> bool:
+    """No tensor is sent to all ranks, and the number of products and convolutions is the same."""
+    was, now = (side.ops["c10d::broadcast_"] for side in (before, after))
+    return was > now == 0 and same_heavy(before, after)
+
+
+@change(
+    "keep each rank's own buffers",
+    "batch norms in training read no buffers",
+    followed=_follows_keep_buffers,
+    jobs_followed=sends_no_buffers,
+    keys=("ddp_no_buffers",),
+)
 def keep_buffers(case: Case) -> Proposal | None:
     """Return a proposal not to send the model's buffers, such as a batch norm's, to all ranks in each forward pass."""
     in_typical = [op for some in _broadcasts(case.step) for op in some]
@@ -201,53 +241,3 @@ def _broadcasts(step: Step) -> Iterator[list[Op]]:
             del leading[-1]
         if any(op.name == BROADCAST for op in leading):
             yield leading
-
-
-def _follows_keep_parameters(before: Side, after: Side) -> bool:
-    """FSDP gathers parameters at most two thirds as often, and the number of products is the same."""
-    was, now = (side.ops["fsdp::all_gather_copy_in"] for side in (before, after))
-    return 0 < now <= 2 / 3 * was and same_products(before, after)
-
-
-def _follows_keep_buffers(before: Side, after: Side) -> bool:
-    """No tensor is sent to all ranks, and the number of products and convolutions is the same."""
-    was, now = (side.ops["c10d::broadcast_"] for side in (before, after))
-    return was > now == 0 and same_heavy(before, after)
-
-
-def _follows_reduce_once(before: Side, after: Side) -> bool:
-    """DDP or FSDP reduces gradients at most two thirds as often, and the number of products is the same."""
-    was, now = (
-        sum(count for name, count in side.ops.items() if name.startswith((REDUCERS_CALLS, "c10d::_reduce_scatter_")))
-        for side in (before, after)
-    )
-    return 0 < now <= 2 / 3 * was and same_products(before, after)
-
-
-CHANGES = (
-    Change(
-        "keep_parameters",
-        "keep gathered parameters for the backward pass",
-        "all parameters fit into memory",
-        keep_parameters,
-        _follows_keep_parameters,
-        jobs_followed=gathers_less,
-    ),
-    Change(
-        "keep_buffers",
-        "keep each rank's own buffers",
-        "batch norms in training read no buffers",
-        keep_buffers,
-        _follows_keep_buffers,
-        jobs_followed=sends_no_buffers,
-        keys=("ddp_no_buffers",),
-    ),
-    Change(
-        "reduce_once",
-        "reduce gradients once per optimizer step",
-        "all passes are of one model; with FSDP, all parameters and gradients fit into memory",
-        reduce_once,
-        _follows_reduce_once,
-        jobs_followed=reduces_less_often,
-    ),
-)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
@@ -39,6 +39,23 @@ STAY = 0.7
 TENSOR_CORES = ("TF32", "bf16", "fp16")
 
 
+def follows_tensor_cores(before: Side, after: Side) -> bool:
+    """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
+    moved = _moved(before, after, _on_cuda_cores_us, TENSOR_CORES) or _moved(
+        before, after, lambda side: _in_types_us(side, TENSOR_CORES[:1]), TENSOR_CORES[1:]
+    )
+    kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
+    stay = compiled(after) or kernels[1] >= STAY * kernels[0]
+    return moved and stay and same_products(before, after)
+
+
+@change(
+    "use TF32 or bf16 on tensor cores",
+    "the rates of good products and convolutions in the shorter type",
+    followed=follows_tensor_cores,
+    needs=CUDA_OR_HIP,
+    keys=("tf32", "bf16"),
+)
 def tensor_cores(case: Case) -> Proposal | None:
     """Return a proposal to use TF32, or two bytes if TF32 would reach less than half of what they save on the GPU.
 
@@ -153,6 +170,20 @@ def _multiplies_fp32(name: str, types: str) -> bool | None:
     return True if any(word in name for word in FP32_MAKERS) else None
 
 
+def _follows_single_precision(before: Side, after: Side) -> bool:
+    """As many products and convolutions run, and at most half of the time of float64 kernels is left."""
+    was, now = (
+        sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and same_products(before, after)
+
+
+@change(
+    "compute in float32 instead of float64",
+    "the rates of good products in float32; kernels that move data take half the time",
+    followed=_follows_single_precision,
+    keys=("tf32",),
+)
 def single_precision(case: Case) -> Proposal | None:
     """Return a proposal to compute in float32, with TF32 where the device has it, what is computed in float64."""
     if not case.named(DOUBLE.search) or not case.could_gain((*MULTIPLY, *MOVE)):
@@ -203,6 +234,14 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
     return min(one.us, multiplying_us(flops, rate, (one.bytes_moved or 0) / 2, peaks))
 
 
+def _follows_cast_weights(before: Side, after: Side) -> bool:
+    """Weights are not cast in the steps any more, and the number and the usual type of the products are the same."""
+    was, now = (side.summary.llm.unneeded.weight_casts for side in (before, after))
+    same = usual_type(before) == usual_type(after) and same_products(before, after)
+    return was is not None and now is None and same and by_calls(before, after)
+
+
+@change("cast the weights once", "the weights do not change between the steps", followed=_follows_cast_weights)
 def cast_weights(case: Case) -> Proposal | None:
     """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
     if case.trace.trains or case.summary.llm.unneeded.weight_casts is None:
@@ -219,24 +258,6 @@ def cast_weights(case: Case) -> Proposal | None:
     )
 
 
-def follows_tensor_cores(before: Side, after: Side) -> bool:
-    """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
-    moved = _moved(before, after, _on_cuda_cores_us, TENSOR_CORES) or _moved(
-        before, after, lambda side: _in_types_us(side, TENSOR_CORES[:1]), TENSOR_CORES[1:]
-    )
-    kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
-    stay = compiled(after) or kernels[1] >= STAY * kernels[0]
-    return moved and stay and same_products(before, after)
-
-
-def _follows_single_precision(before: Side, after: Side) -> bool:
-    """As many products and convolutions run, and at most half of the time of float64 kernels is left."""
-    was, now = (
-        sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") for side in (before, after)
-    )
-    return now <= LEFT * was and now < was and same_products(before, after)
-
-
 def _moved(before: Side, after: Side, slow_us: Callable[[Side], float], fast: Sequence[str]) -> bool:
     """Return whether at most half of the slow time is left, and products and convolutions of the fast types are new."""
     was, now = slow_us(before), slow_us(after)
@@ -247,40 +268,5 @@ def _in_types_us(side: Side, types: Sequence[str]) -> float:
     return sum(one.us for one in heavy(side) if one.name_says.get("types") in types)
 
 
-def _follows_cast_weights(before: Side, after: Side) -> bool:
-    """Weights are not cast in the steps any more, and the number and the usual type of the products are the same."""
-    was, now = (side.summary.llm.unneeded.weight_casts for side in (before, after))
-    same = usual_type(before) == usual_type(after) and same_products(before, after)
-    return was is not None and now is None and same and by_calls(before, after)
-
-
 def _on_cuda_cores_us(side: Side) -> float:
     return sum(one.us for one in heavy(side) if one.name_says.get("types") == "fp32" and one.name_says.get("on"))
-
-
-CHANGES = (
-    Change(
-        "tensor_cores",
-        "use TF32 or bf16 on tensor cores",
-        "the rates of good products and convolutions in the shorter type",
-        tensor_cores,
-        follows_tensor_cores,
-        needs=CUDA_OR_HIP,
-        keys=("tf32", "bf16"),
-    ),
-    Change(
-        "single_precision",
-        "compute in float32 instead of float64",
-        "the rates of good products in float32; kernels that move data take half the time",
-        single_precision,
-        _follows_single_precision,
-        keys=("tf32",),
-    ),
-    Change(
-        "cast_weights",
-        "cast the weights once",
-        "the weights do not change between the steps",
-        cast_weights,
-        _follows_cast_weights,
-    ),
-)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
@@ -54,6 +54,17 @@ def copying(call: Op) -> Op:
     return call.parent if call.parent is not None and call.parent.name == "aten::copy_" else call
 
 
+def _follows_remove_sync(before: Side, after: Side) -> bool:
+    """Both steps launch about the same kernels in the same way, and the second one has fewer synchronizations."""
+    return synchronizations(after) < synchronizations(before) and the_same_work(before, after)
+
+
+@change(
+    "drop or postpone synchronizations",
+    "nothing reads the value on the CPU in that step",
+    followed=_follows_remove_sync,
+    keys=("non_blocking",),
+)
 def remove_sync(case: Case) -> Proposal | None:
     if _waits_for_workers(case) or case.summary.waits_for == "turns":
         return None  # several GPUs would overlap only steps that do not depend on each other
@@ -107,6 +118,18 @@ def waits_in(call: Op) -> str:
     return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
 
 
+def _follows_anomaly_detection(before: Side, after: Side) -> bool:
+    """Backward checks gradients for NaN only in the first trace. Products, convolutions and attention are the same."""
+    was, now = (side.summary.debugging.checked_gradients for side in (before, after))
+    return was > 0 == now and same_heavy(before, after) and by_calls(before, after)
+
+
+@change(
+    "turn anomaly detection off",
+    "forward takes as long as with its tracebacks",
+    followed=_follows_anomaly_detection,
+    on_cpu=True,
+)
 def anomaly_detection(case: Case) -> Proposal | None:
     checked = case.summary.debugging.checked_gradients
     if not checked:
@@ -122,6 +145,18 @@ def anomaly_detection(case: Case) -> Proposal | None:
     )
 
 
+def _follows_blocking(before: Side, after: Side) -> bool:
+    """Launches wait for their kernels only in the first trace, and the kernels are about the same."""
+    was, now = (side.summary.debugging.blocking_launches for side in (before, after))
+    return was > 0 == now and the_same_work(before, after)
+
+
+@change(
+    "do not wait for each kernel",
+    "a launch takes the CPU as long as one that does not block",
+    followed=_follows_blocking,
+    needs=CUDA_OR_HIP,
+)
 def blocking(case: Case) -> Proposal | None:
     if not case.summary.debugging.blocking_launches:
         return None
@@ -136,48 +171,3 @@ def blocking(case: Case) -> Proposal | None:
         "unset CUDA_LAUNCH_BLOCKING (or HIP_LAUNCH_BLOCKING) in the program's environment",
         assumed=True,
     )
-
-
-def _follows_remove_sync(before: Side, after: Side) -> bool:
-    """Both steps launch about the same kernels in the same way, and the second one has fewer synchronizations."""
-    return synchronizations(after) < synchronizations(before) and the_same_work(before, after)
-
-
-def _follows_anomaly_detection(before: Side, after: Side) -> bool:
-    """Backward checks gradients for NaN only in the first trace. Products, convolutions and attention are the same."""
-    was, now = (side.summary.debugging.checked_gradients for side in (before, after))
-    return was > 0 == now and same_heavy(before, after) and by_calls(before, after)
-
-
-def _follows_blocking(before: Side, after: Side) -> bool:
-    """Launches wait for their kernels only in the first trace, and the kernels are about the same."""
-    was, now = (side.summary.debugging.blocking_launches for side in (before, after))
-    return was > 0 == now and the_same_work(before, after)
-
-
-CHANGES = (
-    Change(
-        "remove_sync",
-        "drop or postpone synchronizations",
-        "nothing reads the value on the CPU in that step",
-        remove_sync,
-        _follows_remove_sync,
-        keys=("non_blocking",),
-    ),
-    Change(
-        "anomaly_detection",
-        "turn anomaly detection off",
-        "forward takes as long as with its tracebacks",
-        anomaly_detection,
-        _follows_anomaly_detection,
-        on_cpu=anomaly_detection,
-    ),
-    Change(
-        "blocking",
-        "do not wait for each kernel",
-        "a launch takes the CPU as long as one that does not block",
-        blocking,
-        _follows_blocking,
-        needs=CUDA_OR_HIP,
-    ),
-)

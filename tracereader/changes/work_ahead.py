@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from tracereader.changes import prices
-from tracereader.changes.change import Change
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, same_heavy, the_same_work
@@ -38,6 +38,19 @@ FIRST_GRADIENT = "aten::ones_like"
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 
 
+def _follows_data_loader(before: Side, after: Side) -> bool:
+    """The kernels are about the same, and at most half of the wait for the DataLoader remains."""
+    was, now = (side.summary.training.loading for side in (before, after))
+    return was is not None and (now.us if now else 0.0) <= LEFT * was.us and same_heavy(before, after)
+
+
+@change(
+    "prepare batches ahead",
+    "the workers keep up with the step",
+    followed=_follows_data_loader,
+    on_cpu=True,
+    keys=("workers", "persistent_workers"),
+)
 def data_loader(case: Case) -> Proposal | None:
     waits = [op for step in case.steps for op in labels(step, LOADER)]
     loading = case.summary.training.loading
@@ -66,6 +79,18 @@ def data_loader(case: Case) -> Proposal | None:
     )
 
 
+def _follows_cpu_tensors(before: Side, after: Side) -> bool:
+    """The kernels are about the same, and at most half of the GPU's idle time in ops on CPU tensors remains."""
+    was, now = (_idle_in_ops_on_the_cpu(side) for side in (before, after))
+    return now <= LEFT * was and was > 0 and same_heavy(before, after) and the_same_work(before, after)
+
+
+@change(
+    "move work on CPU tensors out of the step",
+    "this work can be done ahead",
+    followed=_follows_cpu_tensors,
+    keys=("workers",),
+)
 def cpu_tensors(case: Case) -> Proposal | None:
     """Return a proposal to do ahead what a step computes on CPU tensors, for example the images of the next batch."""
     stretches, typical = case.in_each_step(cpu_stretches)
@@ -151,6 +176,18 @@ def _on_launching_threads(case: Case, found: Sequence[Sequence[tuple]]) -> list[
     return spans
 
 
+def _follows_python(before: Side, after: Side) -> bool:
+    """The kernels are about the same, and at most half of the GPU's idle time between ops remains."""
+    was, now = (sum(us for name, us in side.summary.idle_in.items() if is_python(name)) for side in (before, after))
+    return now <= LEFT * was and bool(was) and same_heavy(before, after) and the_same_work(before, after)
+
+
+@change(
+    "move Python work out of the step",
+    "this work can be done ahead or on another thread",
+    followed=_follows_python,
+    keys=("workers", "compile"),
+)
 def python(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # the time outside recorded calls may be that of ops
@@ -219,54 +256,7 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
 
 
-def _follows_data_loader(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the wait for the DataLoader remains."""
-    was, now = (side.summary.training.loading for side in (before, after))
-    return was is not None and (now.us if now else 0.0) <= LEFT * was.us and same_heavy(before, after)
-
-
-def _follows_cpu_tensors(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the GPU's idle time in ops on CPU tensors remains."""
-    was, now = (_idle_in_ops_on_the_cpu(side) for side in (before, after))
-    return now <= LEFT * was and was > 0 and same_heavy(before, after) and the_same_work(before, after)
-
-
 def _idle_in_ops_on_the_cpu(side: Side) -> float:
     """Return the GPU's idle time (µs) in ops on CPU tensors."""
     ops = with_cpu_tensors(side.summary)
     return sum(us for name, us in side.summary.idle_in.items() if name in ops)
-
-
-def _follows_python(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the GPU's idle time between ops remains."""
-    was, now = (sum(us for name, us in side.summary.idle_in.items() if is_python(name)) for side in (before, after))
-    return now <= LEFT * was and bool(was) and same_heavy(before, after) and the_same_work(before, after)
-
-
-CHANGES = (
-    Change(
-        "data_loader",
-        "prepare batches ahead",
-        "the workers keep up with the step",
-        data_loader,
-        _follows_data_loader,
-        on_cpu=data_loader,
-        keys=("workers", "persistent_workers"),
-    ),
-    Change(
-        "cpu_tensors",
-        "move work on CPU tensors out of the step",
-        "this work can be done ahead",
-        cpu_tensors,
-        _follows_cpu_tensors,
-        keys=("workers",),
-    ),
-    Change(
-        "python",
-        "move Python work out of the step",
-        "this work can be done ahead or on another thread",
-        python,
-        _follows_python,
-        keys=("workers", "compile"),
-    ),
-)
