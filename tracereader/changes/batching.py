@@ -8,10 +8,10 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.equal_passes import loops, passes_at_once
+from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import moving_us
 from tracereader.changes.same_work import LEFT, products, same_flops
-from tracereader.changes.work_ahead import cpu_stretches, pauses
 from tracereader.figures.side import Side
 from tracereader.findings.finding import counted
 from tracereader.replay import with_durations
@@ -60,7 +60,7 @@ def _twice_for_each_launch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if any(cpu_stretches(step) or pauses(step) for step in case.steps) or loops(case.trace, case.step):
+    if any(host(step).computing or host(step).pauses for step in case.steps) or loops(case.trace, case.step):
         return None  # each sample of a loop has launches of its own
     updates = case.launched_in(OPTIMIZER)
     as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}

@@ -11,6 +11,7 @@ from tracereader.changes import prices
 from tracereader.changes.attention import flex_call
 from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
+from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_tensor_cores
 from tracereader.changes.roofline import moving_us
@@ -29,7 +30,6 @@ from tracereader.replay import (
     fused,
     is_wait,
     spans_of,
-    waits_of,
     with_cpu_time,
     with_durations,
     with_smaller_graphs,
@@ -229,7 +229,7 @@ def _between_calls(
     """
     pause = round(PAUSE_US * 1e3)
     spans, kept = defaultdict(list), defaultdict(list)
-    stays = [*waits_of(step), *step.named(lambda name: name.startswith(NOT_OF_THE_MODEL))]
+    stays = [*host(step).waits, *step.named(lambda name: name.startswith(NOT_OF_THE_MODEL))]
     for work, op in zip(step.work, step.asking, strict=True):
         if work.launch is None:
             continue
@@ -281,7 +281,7 @@ def includes_the_loss(case: Case) -> bool:
 def _of_losses_that_wait(case: Case) -> set[int]:
     """Return the ids of what losses launch that wait for the GPU. Compiled code ends where it waits."""
     found = of_the_loss(case.trace, case.step)
-    waits = [op.start for op in waits_of(case.step)] if found else []
+    waits = [op.start for op in host(case.step).waits] if found else []
     waiting = (part for part in found if any(part[0].launch.start < wait < part[-1].launch.start for wait in waits))
     return {id(one) for part in waiting for one in part}
 

@@ -12,10 +12,18 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.fusion import includes_the_loss
+from tracereader.changes.host import (
+    READS_A_TRUTH,
+    copies_input,
+    host,
+    how_to_drop,
+    reads_a_value,
+    waits_before_a_launch,
+    waits_in,
+)
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
 from tracereader.changes.vetoes import stays_eager
-from tracereader.changes.waits import copied, waits_in
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.phases import (
@@ -39,13 +47,13 @@ from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.faster import ALMOST, graphs_launched, share_in_graphs, share_kept
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.replay import cuda_graph as as_cuda_graph
-from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations, without_ops, without_waits
+from tracereader.replay import with_cpu_time, with_durations, without_ops, without_waits
 from tracereader.replay.changes import Run, launches_between_waits
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION
-from tracereader.trace.op_names import COPYING, INDEXES, MATMULS, OF_UNKNOWN_SIZE, READ_A_VALUE
+from tracereader.trace.op_names import COPYING, MATMULS, OF_UNKNOWN_SIZE, READ_A_VALUE
 
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.
@@ -67,9 +75,6 @@ CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "
 COUNTS_NO_STEPS = "SGD"  # has no argument capturable
 ALL_OF_A_STEP = "torch.cuda.graph around the whole step, if no number of Python that it uses changes"
 WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step"
-READS_A_TRUTH = "aten::is_nonzero"
-# A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
-VALUE_US = 10
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -111,7 +116,7 @@ def _without_obstacles(case: Case) -> Proposal | None:
         return None  # graphs of a model cannot hold gradients of gradients, or a model that an optimizer calls
     stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
     kept = {id(op) for some in stays.values() for op in some}
-    waits = [op for op in _waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]
+    waits = [op for op in waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]
     without = Case(case.trace, summary, without_waits(case.graph, waits))
     runs = {key: list(filter(_is_long, some)) for key, some in _runs(without, stays).items()}
     captured = len(_captured(runs, case.replayed))
@@ -149,13 +154,13 @@ def graph_as_it_is(case: Case) -> Proposal | None:
         if not many:
             return None
         return _graph_of_training_step(case) or (None if case.differentiates_twice else _graphs_of_training(case))
-    if waits := list(_waits_before_a_launch(case, _counted_steps(case))):
+    if waits := list(waits_before_a_launch(case, _counted_steps(case))):
         if single:
             return None
         if found := _graphs_between_reads(case, waits):
             return found
-        here = list(_waits_before_a_launch(case, case.steps))
-        if not many or not all(map(_is_in_compiled_model, filter(_reads_a_value, here))):
+        here = list(waits_before_a_launch(case, case.steps))
+        if not many or not all(map(_is_in_compiled_model, filter(reads_a_value, here))):
             return None  # what an eager program reads may be its result
         return _without_waits(case, here, _graph_of_step)
     if many:
@@ -169,7 +174,7 @@ def _graph_of_step(case: Case) -> Proposal | None:
     captured = _captured(runs, case.replayed)
     if not captured:
         return None
-    copies = any(_copies_input(case, op) for op in _waits_between(case, case.replayed, captured))
+    copies = any(copies_input(case, op) for op in _waits_between(case, case.replayed, captured))
     single = case.is_single
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
@@ -191,7 +196,7 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
     capturable = all(one.name in CAPTURABLE and not one.backward_us for one in training.optimizers)
     if training.has_sparse_gradients or not capturable or case.is_single:
         return None
-    if next(_waits_before_a_launch(case, case.steps), None) is not None:
+    if next(waits_before_a_launch(case, case.steps), None) is not None:
         return None
     proposal = _graph_of_step(case)
     how = WHOLE_STEP if training.optimizers else ALL_OF_A_STEP
@@ -219,14 +224,14 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     step, *others = _counted_steps(case)
     if any(op.kind == "op" for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
         return None
-    waits = [op for one in case.steps for op in _in_the_model(case, one, waits_of(one)) if not _copies_input(case, op)]
-    if any(_reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) for op in waits):
+    waits = [op for one in case.steps for op in _in_the_model(case, one, host(one).waits) if not copies_input(case, op)]
+    if any(reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) for op in waits):
         return None  # the number may be a size
     ops, shapes = _ops_and_shapes(step)
     found = [_ops_and_shapes(other) for other in others]
     if any(other != ops for other, _ in found) or all(other == shapes for _, other in found):
         return None
-    if not case.trace.trains and next(_waits_before_a_launch(case, case.steps), None):
+    if not case.trace.trains and next(waits_before_a_launch(case, case.steps), None):
         return None
     proposal = _graphs_of_training(case) if case.trace.trains else _graph_of_step(case)
     if proposal is None:
@@ -289,7 +294,7 @@ def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None
     runs = _runs(case, stays)
     here = id(case.replayed)
     waits = {id(step): _waits_between(case, step, _captured(runs, step)) for step in case.steps}
-    others = {key: [op for op in some if not _copies_input(case, op)] for key, some in waits.items()}
+    others = {key: [op for op in some if not copies_input(case, op)] for key, some in waits.items()}
     inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
     how = _compiled(case) + CALLED_ONCE
     copies = len(others[here]) < len(waits[here])
@@ -489,7 +494,7 @@ def _waits_between(case: Case, step: Step, captured: Iterable[Work]) -> list[Op]
     """Return the calls of a step that wait between the launches of these activities, if they are not dropped."""
     launches = [one.launch.start for one in captured if one.launch is not None] or [step.end]
     first, last = min(launches), max(launches)
-    return [op for op in waits_of(step) if first < op.start < last and not case.graph.is_gone(op)]
+    return [op for op in host(step).waits if first < op.start < last and not case.graph.is_gone(op)]
 
 
 def _beside_the_model(case: Case, step: Step) -> list[Op]:
@@ -563,7 +568,7 @@ def _small_graph(case: Case) -> Proposal:
     The copies take at most twice the time of the first op that is not itself a copy of an input to the GPU.
     """
     computing = [entry for entry in case.activities if "HtoD" not in entry[1].name]
-    if not computing or any(_copies_input(case, op) for op in waits_of(case.step)):
+    if not computing or any(copies_input(case, op) for op in host(case.step).waits):
         return None
     first = [(work, one.us) for work, one, op in computing if op is computing[0][2]]
     copies = 2 * sum(us for _, us in first)
@@ -582,28 +587,13 @@ def _small_graph(case: Case) -> Proposal:
     )
 
 
-def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
-    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
-    names = frozenset(filter(may_wait, case.trace.op_names))
-    for step in steps if names else ():
-        last = max([one.launch.start for one in step.work if one.launch], default=0)
-        calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
-        yield from (op for op in calls if is_wait(op) and not _copies_input(case, op))
-
-
-def _copies_input(case: Case, call: Op) -> bool:
-    """Return whether a call waits for a copy of the program's to the GPU."""
-    copies = is_wait(call) and any("HtoD" in one.name for one in copied(call))
-    return copies and not case.is_internal(call) and not asking(call).startswith(INDEXES)
-
-
 def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], Proposal | None]) -> Proposal | None:
     """Return a proposal to drop these waits of the replayed steps, and then to use CUDA graphs.
 
     None if the trace does not show how the program can drop each of them. What a value decides is not recorded.
     proposed: returns the proposal for the case without these waits.
     """
-    ways = {id(op): _how_to_drop(op) for op in waits}
+    ways = {id(op): how_to_drop(op) for op in waits}
     if not all(ways.values()) or any(map(case.graph.is_gone, waits)):
         return None
     copies = filter(None, (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, *COPYING))) for op in waits))
@@ -630,29 +620,6 @@ def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
     times = sum(map(bool, by_step[1:]))
     seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
     return f"the CPU waits in {listed(f'{name} {how_often(count)}' for name, count in names.most_common(3))}{seldom}"
-
-
-def _how_to_drop(call: Op) -> str | None:
-    """Return how the program can do without a wait; None if the trace does not show a way."""
-    if waits_in(call) == call.name and "DeviceSynchronize" in call.name:
-        return "drop torch.cuda.synchronize()"  # a stream's or an event's may be for a copy that is needed
-    name, some = asking(call), copied(call)
-    if name.startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
-        return "keep index tensors, and values that indexing writes, on the GPU"
-    if _reads_a_value(call):
-        unless = "" if name.startswith(READS_A_TRUTH) else " if it decides no shapes"
-        return f"keep the value of {name} on the GPU{unless} (torch.where instead of if)"
-    return None
-
-
-def _reads_a_value(call: Op) -> bool:
-    """Return whether the model waits here for a copy of one or a few values to the CPU."""
-    if in_backward(call):
-        return False  # anomaly detection does
-    if asking(call).startswith(READ_A_VALUE):
-        return True
-    some = copied(call) if asking(call).startswith(COPYING) else []
-    return bool(some) and all("DtoH" in one.name and one.us < VALUE_US for one in some)
 
 
 def _is_in_compiled_model(call: Op) -> bool:

@@ -5,17 +5,17 @@ from collections import Counter
 from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
+from tracereader.changes.host import copied, copying, host, waits_in
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
 from tracereader.figures.debugging import blocking_launches, gradient_checks
 from tracereader.figures.phases import in_backward
 from tracereader.figures.side import Side
-from tracereader.figures.training import asking
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.faster import synchronizations
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import waits_of, without_cpu_time, without_ops, without_waits
-from tracereader.trace import Op, Work
+from tracereader.replay import without_cpu_time, without_ops, without_waits
+from tracereader.trace import Op
 from tracereader.trace.labels import LOADER, OPTIMIZER
 from tracereader.trace.op_names import NEED_THE_SIZE, READ_A_VALUE, SELECTS
 
@@ -37,21 +37,8 @@ READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
 def _waits(case: Case) -> list[Op]:
     """Return the calls of the replayed steps that wait for the GPU, without the profiler's own synchronization."""
     last = max((one.launch.start for one in case.trace.work if one.launch is not None), default=0)
-    found = (op for step in case.steps for op in waits_of(step))
+    found = (op for step in case.steps for op in host(step).waits)
     return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
-
-
-def copied(call: Op) -> list[Work]:
-    """Return the copies that a call makes, or the ones that its op made just before."""
-    return [one for some in copying(call).children for one in some.work] or list(call.work)
-
-
-def copying(call: Op) -> Op:
-    """Return the aten::copy_ around a call; the call itself without one.
-
-    torch copies from pageable memory with cudaMemcpyAsync, and then waits for the stream in the same aten::copy_.
-    """
-    return call.parent if call.parent is not None and call.parent.name == "aten::copy_" else call
 
 
 def _follows_remove_sync(before: Side, after: Side) -> bool:
@@ -79,7 +66,7 @@ def remove_sync(case: Case) -> Proposal | None:
     if not calls:
         return None
     ids = {id(op) for op in calls}
-    once = {id(copying(op)): waits_in(op) for op in waits_of(case.replayed) if id(op) in ids}
+    once = {id(copying(op)): waits_in(op) for op in host(case.replayed).waits if id(op) in ids}
     names = Counter(once.values())
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     # Ops that do nothing but wait: aten::item, or nonzero in mask indexing.
@@ -111,11 +98,6 @@ def _waits_for_workers(case: Case) -> bool:
     names = case.trace.op_names
     workers = any(name.startswith(LOADER) and "MultiProcessing" in name for name in names)
     return workers and loading is not None and loading.share > WORKERS_SET_THE_PACE
-
-
-def waits_in(call: Op) -> str:
-    """Return the op that waits in this call; the call's name if the program makes the call itself."""
-    return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
 
 
 def _follows_anomaly_detection(before: Side, after: Side) -> bool:

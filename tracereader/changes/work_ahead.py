@@ -1,29 +1,25 @@
 """Changes that move CPU work out of the step: loading, work on CPU tensors, Python."""
 
-import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
-from typing import NamedTuple
+from itertools import chain
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
+from tracereader.changes.host import Stretch, host, on_launching_threads
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.same_work import LEFT, same_heavy, the_same_work
 from tracereader.figures.gpu_time import is_python, python_in
-from tracereader.figures.pace import PAUSE_US
-from tracereader.figures.phases import kept_by_step
 from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import duration, listed
-from tracereader.findings.ops import NO_VALUES, is_of_a_library, with_cpu_tensors
+from tracereader.findings.ops import with_cpu_tensors
 from tracereader.replay import with_cpu_time, without_cpu_time
 from tracereader.replay.changes import spans_of
-from tracereader.trace import Op, Step
-from tracereader.trace.intervals import clipped, length, length_between, union
-from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
-from tracereader.trace.op_names import FOREACH
+from tracereader.trace import Op
+from tracereader.trace.intervals import length, union
+from tracereader.trace.labels import LOADER, is_phase
 
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
@@ -32,8 +28,6 @@ LONG_PAUSE_US = 1000
 LONG_OP_US = 100
 # The most ops that are named with their time.
 OPS_NAMED = 3
-# backward() makes the gradient of a loss with this op, and then calls autograd's engine.
-FIRST_GRADIENT = "aten::ones_like"
 # The most functions that are named, and the smallest share of the Python time that a named function has.
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 
@@ -93,87 +87,25 @@ def _follows_cpu_tensors(before: Side, after: Side) -> bool:
 )
 def cpu_tensors(case: Case) -> Proposal | None:
     """Return a proposal to do ahead what a step computes on CPU tensors, for example the images of the next batch."""
-    stretches, typical = case.in_each_step(cpu_stretches)
-    spans = _on_launching_threads(case, stretches)
+    stretches, typical = case.in_each_step(lambda step: host(step).computing)
+    spans = on_launching_threads(case, stretches)
     if not spans or not typical:
         return None
-    longest = max(typical, key=lambda one: one.end - one.start)
-    us = [(one.end - one.start) / 1e3 for one in typical]
     ns = Counter()
     for op in chain.from_iterable(one.ops for one in typical):
         ns[op.name] += op.dur
-    between = sum(us) - sum(length(union((op.start, op.end) for op in one.ops)) for one in typical) / 1e3
+    in_ops = sum(length(union((op.start, op.end) for op in one.ops)) for one in typical) / 1e3
     named = ns.most_common(OPS_NAMED)
     parts = [f"{name} {duration(time / 1e3)}" for name, time in named]
     if len(ns) > len(named):
         parts.append(f"other ops {duration((ns.total() - sum(time for _, time in named)) / 1e3)}")
-    several = f" in {len(us)} stretches, the longest" if len(us) > 1 else ""
-    functions = _functions_in(case, spans)
-    inside = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"the CPU works for {duration(sum(us))}{several} between {longest.before} and {longest.after}{inside}, and "
-        f"launches nothing for the GPU: {', '.join(parts)}, Python between the ops {duration(between)}",
+        f"the CPU works for {_where(case, typical, spans, 'stretches')}, and launches nothing for the GPU: "
+        f"{', '.join(parts)}, Python between the ops {duration(sum(one.us for one in typical) - in_ops)}",
         "prepare the next batch ahead, in a DataLoader with num_workers, or do this work on the GPU",
         unrecorded=ns.total() >= LONG_OP_US * 1e3 * sum(len(one.ops) for one in typical),
     )
-
-
-class _Stretch(NamedTuple):
-    """Time (ns) of a step in which the CPU computes with its own tensors, and the names before and after it."""
-
-    start: int
-    end: int
-    before: str
-    after: str
-    ops: list[Op]
-
-
-@kept_by_step
-def cpu_stretches(step: Step) -> list[_Stretch]:
-    """Return the stretches of a step in which the CPU only runs ops that use no GPU and do not communicate.
-
-    An op that uses the GPU contains a runtime call. The ops of a stretch take longer than a pause together.
-    """
-    calls = sorted([(op.start, op.start + op.dur) for op in step.walk() if op.kind == "runtime"])
-    quiet, reached = [], step.start
-    for start, end in (*calls, (step.end, step.end)):
-        if start - reached > PAUSE_US * 1e3:
-            quiet.append((reached, start))
-        if end > reached:
-            reached = end
-    if not calls or not quiet:
-        return []
-    ops, found = step.outermost, []
-    starts, ends = [op.start for op in ops], [op.start + op.dur for op in ops]
-    ends = list(accumulate(ends, max, initial=step.start))  # of all ops before one
-    for start, end in quiet:
-        first, last = bisect.bisect_left(starts, start), bisect.bisect_left(starts, end)
-        some: list[Op] = []
-        for place in range(first, last + 1):
-            op = ops[place] if place < len(ops) else None
-            if place < last and op.end <= end and op.kind == "op" and is_of_a_library(op.name):
-                some.append(op)
-                continue
-            reached, until = ends[place - len(some)], step.end if op is None else op.start
-            computing = ((one.start, one.end) for one in some if one.name not in NO_VALUES)
-            if some and length(union(clipped(computing, reached, until))) > PAUSE_US * 1e3:
-                before = next((one.name for one in ops[:place] if one.end == reached), "the step's start")
-                found.append(_Stretch(reached, until, before, op.name if op else "the step's end", some))
-            some = []
-    return found
-
-
-def _on_launching_threads(case: Case, found: Sequence[Sequence[tuple]]) -> list[tuple[tuple, int, int]]:
-    """Return the spans of what was found in each replayed step, on each thread that launches the step's work.
-
-    found: tuples that begin with a start and an end (ns).
-    """
-    spans = []
-    for step, some in zip(case.steps, found, strict=True):
-        launching = {one.launch.track for one in step.work if one.launch is not None}
-        spans += [(track, start, end) for start, end, *_ in some for track in launching]
-    return spans
 
 
 def _follows_python(before: Side, after: Side) -> bool:
@@ -191,58 +123,43 @@ def _follows_python(before: Side, after: Side) -> bool:
 def python(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # the time outside recorded calls may be that of ops
-    in_steps, typical = case.in_each_step(pauses)
-    spans = _on_launching_threads(case, in_steps)
+    in_steps, typical = case.in_each_step(lambda step: host(step).pauses)
+    spans = on_launching_threads(case, in_steps)
     if not spans:
         return None
-    chosen = typical or max(in_steps, key=_longest)
-    us = [(end - start) / 1e3 for start, end, *_ in chosen]
-    start, end, before, after = chosen[us.index(max(us))]
+    chosen = typical or max(in_steps, key=lambda some: max((one.us for one in some), default=0.0))
     having = sum(map(bool, in_steps))
     some = f" in {having:,} of {len(in_steps):,} steps" if having < len(in_steps) else ""
-    label = _covering([one for step in (case.step, *case.steps) for one in step.labels], start, end)
-    covered = f", in the annotation {label}" if label else ""
-    several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""
-    functions = _functions_in(case, spans)
-    inside = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"no thread is in an op for {duration(sum(us))}{some}{several} between {before} and {after}{covered}{inside}",
+        f"no thread is in an op for {_where(case, chosen, spans, 'pauses', some)}",
         "do this work ahead, on another thread, or less of it"
-        + ("" if functions else "; with_stack=True names the functions"),
-        unrecorded=max(map(_longest, in_steps)) >= LONG_PAUSE_US * 1e3,
+        + ("" if case.trace.frames else "; with_stack=True names the functions"),
+        unrecorded=max(one.us for one in chain(*in_steps)) >= LONG_PAUSE_US,
     )
 
 
-@kept_by_step
-def pauses(step: Step) -> list[tuple[int, int, str, str]]:
-    """Return the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
+def _where(
+    case: Case, found: Sequence[Stretch], spans: Iterable[tuple[tuple, int, int]], what: str, some: str = ""
+) -> str:
+    """Return how long these stretches take, between which calls, and in which annotation and Python functions.
 
-    A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++. So is one
-    before an op on a list of tensors: torch itself sorts the tensors by device and type, as in clip_grad_norm_. Pauses
-    between ops on CPU tensors belong to cpu_tensors().
+    spans: those of all steps. what: their name. some: in which of the steps they are.
     """
-    found, reached, name = [], step.start, "the step's start"
-    for op in step.outermost:
-        start, end = op.start, op.start + op.dur
-        if start - reached > PAUSE_US * 1e3:
-            in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
-            if not in_engine and not op.name.startswith(FOREACH):
-                found.append((reached, start, name, op.name))
-        if end > reached:
-            reached, name = end, op.name
-    on_cpu = [(one.start, one.end) for one in cpu_stretches(step)] if found else []
-    return [one for one in found if not length_between(on_cpu, *one[:2])]
+    longest = max(found, key=lambda one: one.us)
+    several = f" in {len(found)} {what}, the longest ({duration(longest.us)})" if len(found) > 1 else ""
+    label = _covering([one for step in (case.step, *case.steps) for one in step.labels], longest.start, longest.end)
+    covered = f", in the annotation {label}" if label else ""
+    functions = _functions_in(case, spans)
+    inside = f", in {listed(functions)}" if functions else ""
+    between = f"between {longest.before} and {longest.after}"
+    return f"{duration(sum(one.us for one in found))}{some}{several} {between}{covered}{inside}"
 
 
 def _covering(labels: Iterable[Op], start: int, end: int) -> str:
     """Return the shortest annotation of the user that covers most of an interval (ns); "" without one."""
     most = [op for op in labels if 2 * (min(op.end, end) - max(op.start, start)) > end - start and is_phase(op.name)]
     return min(most, key=lambda op: op.dur).name if most else ""
-
-
-def _longest(pauses: Sequence[tuple[int, int, str, str]]) -> int:
-    return max((end - start for start, end, *_ in pauses), default=0)
 
 
 def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:
