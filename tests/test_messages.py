@@ -369,7 +369,7 @@ def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
     summary, _ = opened(paths, View())
     rank = summary.ranks[0]
     case = rank_changes.RankCase(summary, rank, graph_of(read(paths[0])))
-    after = rank_changes.more_microbatches(case).graph
+    after = rank_changes.microbatches(case).graph
     expected = {}
     for step in summary.steps:
         received = [each for each in summary.messages if each.step == step and each.ranks == (5, 1)]

@@ -10,7 +10,7 @@ import msgspec
 
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.figures.ranks import RanksSummary
+from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.figures.side import Side
 
 Propose = Callable[[Case], Proposal | None]
@@ -25,24 +25,26 @@ class Change(msgspec.Struct, frozen=True):
     any device with a queue. keys: what try-changes calls the ways to make it without an edit of the code.
     followed: whether the second of two runs makes the change: only if it shows the change, the first one does not, and
     they show no other difference in the work. Its docstring is the sign that the docs name. None if two traces do not
-    decide it. jobs_followed: the same of two jobs of several ranks.
+    decide it. jobs_followed: the same of two jobs of several ranks. replayed: of a change of all ranks, which
+    changes/ranks.py declares, returns the rank to replay; None if there is no reason for the change.
     """
 
     name: str
     title: str
-    assumes: str
+    assumes: str = ""
     propose: Propose | None = None
     followed: Callable[[Side, Side], bool] | None = None
     on_cpu: Propose | None = None
     jobs_followed: Callable[[RanksSummary, RanksSummary], bool] | None = None
     needs: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    replayed: Callable[[RanksSummary], RankFigures | None] | None = None
 
     def __call__(self, case: Case) -> Proposal | None:
         return self.propose(case)
 
 
-def change(title: str, assumes: str, on_cpu: Propose | bool = False, **declared) -> Callable[[Propose], Change]:
+def change(title: str, assumes: str = "", on_cpu: Propose | bool = False, **declared) -> Callable[[Propose], Change]:
     """Return a decorator that declares a function as the proposal of a change with its name and these fields.
 
     on_cpu: True if the function also proposes the change of a program that uses no GPU.

@@ -14,6 +14,7 @@ import msgspec
 from tracereader import progress
 from tracereader.changes import prices
 from tracereader.changes.catalogue import CHANGES, each_priced
+from tracereader.changes.change import Change, change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Opportunity, Proposal, Unprofiled, priced, worth_showing
 from tracereader.changes.roofline import TWO_BYTES, moving_us
@@ -118,20 +119,6 @@ class RankCase(msgspec.Struct, frozen=True, dict=True):
         return duration(per_step(self.rank, us))
 
 
-class RankChange(msgspec.Struct, frozen=True):
-    """One change of all ranks.
-
-    replayed: returns the rank to replay; None if there is no reason for the change. jobs_followed, keys: see Change.
-    """
-
-    name: str
-    title: str
-    replayed: Callable[[RanksSummary], RankFigures | None]
-    propose: Callable[[RankCase], Proposal | None]
-    jobs_followed: Callable[[RanksSummary, RanksSummary], bool] | None = None
-    keys: tuple[str, ...] = ()
-
-
 def can_propose(summary: RanksSummary) -> bool:
     """Return whether changes can be proposed: to ranks on GPUs whose communication is matched."""
     return summary.on_gpu and bool(summary.matched or summary.messages)
@@ -149,10 +136,10 @@ def opportunities(
     if not can_propose(summary):
         return ()
     pace = pace_setter(summary)
-    by_rank: dict[str, tuple[RankFigures, list[RankChange]]] = {pace.trace: (pace, [])}
-    for change in RANK_CHANGES:
-        if (rank := change.replayed(summary)) is not None:
-            by_rank.setdefault(rank.trace, (rank, []))[1].append(change)
+    by_rank: dict[str, tuple[RankFigures, list[Change]]] = {pace.trace: (pace, [])}
+    for each in RANK_CHANGES:
+        if (rank := each.replayed(summary)) is not None:
+            by_rank.setdefault(rank.trace, (rank, []))[1].append(each)
     # All ranks' steps are given without the profiler, or none, so that they can be compared.
     unprofiled = unprofiled_us(summary)
     found: list[Opportunity | None] = []
@@ -172,7 +159,7 @@ def opportunities(
             without = Unprofiled.of(graph, unprofiled)
         # A rank that waits for others does not show how much shorter its CPU time is without the profiler. So it is
         # taken to become shorter by the same factor as that of the rank that sets the pace, which is read first.
-        found += [priced(change.name, change.title, change.propose(case), without) for change in changes]
+        found += [priced(each.name, each.title, each.propose(case), without) for each in changes]
         if rank is pace:
             measured = msgspec.structs.replace(summarize(trace), unprofiled_step_us=unprofiled)
             alone = each_priced(Case(trace, measured, graph), show)
@@ -218,6 +205,9 @@ def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
     return one if share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
 
 
+@change(
+    "hide communication behind compute", replayed=_keeps_pace, jobs_followed=hides_communication, keys=("ddp_bucket",)
+)
 def overlap_communication(case: RankCase) -> Proposal | None:
     one = case.rank
     if one_bucket(case.summary, one) or not case.collectives:
@@ -264,6 +254,9 @@ def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work,
     return times
 
 
+@change(
+    "reduce gradients in smaller buckets", replayed=_keeps_pace, jobs_followed=reduces_in_buckets, keys=("ddp_bucket",)
+)
 def bucket_size(case: RankCase) -> Proposal | None:
     """Return the proposal to reduce gradients in buckets, so that only the last all-reduce is exposed."""
     one = case.rank
@@ -286,6 +279,7 @@ def bucket_size(case: RankCase) -> Proposal | None:
     )
 
 
+@change("communicate in bf16 instead of float32", replayed=_keeps_pace, jobs_followed=sends_half)
 def in_two_bytes(case: RankCase) -> Proposal | None:
     """Return the proposal to communicate float32 gradients, and FSDP's float32 parameters, in bf16.
 
@@ -347,6 +341,7 @@ def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
     return min(others, key=lambda one: one.waited_exposed_us) if slow and others else None
 
 
+@change("even out the ranks", replayed=_next_after_the_straggler, jobs_followed=evens_out)
 def balance_ranks(case: RankCase) -> Proposal | None:
     """Return the proposal to remove the waits for late ranks from all collectives.
 
@@ -409,7 +404,8 @@ def _in_a_pipeline(summary: RanksSummary) -> RankFigures | None:
     return one if is_pipeline(summary) and share(one, edges) > WORTH_SHOWING else None
 
 
-def more_microbatches(case: RankCase) -> Proposal | None:
+@change("split the step into more microbatches", replayed=_in_a_pipeline, jobs_followed=splits_more)
+def microbatches(case: RankCase) -> Proposal | None:
     """Return the proposal of twice as many microbatches of half the size, which halves filling and draining.
 
     The smaller kernels take longer together.
@@ -440,6 +436,7 @@ def _slowest_of_a_pipeline(summary: RanksSummary) -> RankFigures | None:
     return next((one for one in summary.ranks if slow and one.rank in slow.ranks), None)
 
 
+@change("even out the stages of the pipeline", replayed=_slowest_of_a_pipeline, jobs_followed=evens_out_stages)
 def balance_stages(case: RankCase) -> Proposal:
     """Return the proposal to spread the layers evenly, so that the slowest stage computes as long as the mean stage."""
     slow = slowest_stage(case.summary)
@@ -468,34 +465,7 @@ def _how_to_balance(why: Loss | None) -> str:
     return EVEN_OUT[reason.part if reason is not None else "idle"]
 
 
-RANK_CHANGES: Sequence[RankChange] = (
-    RankChange(
-        "overlap_communication",
-        "hide communication behind compute",
-        _keeps_pace,
-        overlap_communication,
-        hides_communication,
-        keys=("ddp_bucket",),
-    ),
-    RankChange(
-        "bucket_size",
-        "reduce gradients in smaller buckets",
-        _keeps_pace,
-        bucket_size,
-        reduces_in_buckets,
-        keys=("ddp_bucket",),
-    ),
-    RankChange("in_two_bytes", "communicate in bf16 instead of float32", _keeps_pace, in_two_bytes, sends_half),
-    RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks, evens_out),
-    RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches, splits_more),
-    RankChange(
-        "balance_stages",
-        "even out the stages of the pipeline",
-        _slowest_of_a_pipeline,
-        balance_stages,
-        evens_out_stages,
-    ),
-)
+RANK_CHANGES = (overlap_communication, bucket_size, in_two_bytes, balance_ranks, microbatches, balance_stages)
 # By the id of a change, how two jobs show that the second one makes it.
 FOLLOWED = {one.name: one.jobs_followed for one in (*CHANGES, *RANK_CHANGES) if one.jobs_followed}
 

@@ -41,10 +41,8 @@ UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
 ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
-def draw(
-    step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = (), layers: Mapping[int, str] = MappingProxyType({})
-) -> list[str]:
-    """Return the lines of the picture, at most `width` columns wide. Step marks have the last row for themselves.
+def draw(step: Step, width: int, glyphs: Glyphs, layers: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+    """Return the lines of the picture, at most `width` columns wide.
 
     layers: names of layers by a slice's id, which replace the slice's own name.
 
@@ -73,8 +71,6 @@ def draw(
     for number, work in enumerate(streams.values()):
         title = "GPU" if number == 0 else f"GPU {number + 1}"
         lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs, layers))
-    if marks:
-        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs, layers))
     return [line.rstrip() for line in lines]
 
 

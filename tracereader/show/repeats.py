@@ -12,9 +12,7 @@ from tracereader.figures.gpu_work import GpuWork, mostly
 from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted, duration, family_in_words
 from tracereader.findings.gpu_work import overlap
-from tracereader.show.lanes import Mark
 from tracereader.show.text import Name, Unit, paragraph, percent, plain, print_columns, unit_of
-from tracereader.trace import Step
 
 # A repetition that takes less of a step's GPU time has no row.
 WORTH_A_ROW = 0.05
@@ -130,16 +128,6 @@ def _between(work: Sequence[GpuWork]) -> list[Row]:
         *(Row(one) for one in work[:BETWEEN]),
         Row(None, left_out=len(rest), left_out_us=sum(one.us for one in rest)),
     ]
-
-
-def marks(step: Step, summary: Summary) -> list[Mark]:
-    """Return each sequence as a slice of the GPU's lane, from its first activity's start to its last one's end."""
-    found = []
-    for repeat in worth_showing(summary):
-        for number, places in enumerate(repeat.places, 1):
-            work = [step.work[place] for place in places]
-            found.append(Mark(str(number), min(one.start for one in work), max(one.end for one in work)))
-    return found
 
 
 def _row(name: str, one: Repeat, each: Unit, in_all: Unit, total: float | None) -> tuple[str, ...]:

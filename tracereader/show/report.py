@@ -125,7 +125,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
         ("steps", lambda: _steps(out, summary, view, predicted)),
-        ("lanes", lambda: _lanes(out, trace, step, summary)),
+        ("lanes", lambda: _lanes(out, trace, step)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("short", lambda: view.brief or collectives.show(out, summary, view)),
         ("training", lambda: training.show(out, summary, view, formats.ascii_only(out))),
@@ -541,9 +541,9 @@ def lanes_wanted(view: View) -> bool:
     return bool(view.only or view.asks_for("lanes") or view.step is not None or sys.stdout.isatty())
 
 
-def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
+def _lanes(out: Console, trace: Trace, step: Step) -> None:
     named = layer_names(trace, step)
-    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary), named)
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), named)
     if drawn:
         out.print(head(f"lanes of step {plain(step.number)}", "lanes"))
         for line in drawn:
