@@ -456,7 +456,7 @@ def test_steps_with_lost_copies_are_left_out(written, capsys):
         mark = loop.events[-1]
         mark["dur"], mark["ts"] = mark["dur"] + mark["ts"] - start, start
     path = written(loop.events)
-    assert read(path).quality.without_records == ("ProfilerStep#0",)
+    assert read(path).quality.left_out == ("ProfilerStep#0",)
     said = shown(capsys, path)
     assert "which is on #1 to #5: 1 of the recording's 6 asynchronous copy calls has no GPU record" in said
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from tracereader.trace import Step, Trace, Work
 from tracereader.trace.intervals import Intervals, length, length_between, union
 from tracereader.trace.quality import usual_amount
+from tracereader.trace.waits import OF_THE_DEVICE
 
 # A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long
 # on the H200 without warm-up, where it loads modules and creates handles; cold caches alone make it 3 times.
@@ -151,7 +152,7 @@ def on_its_thread(step: Step) -> tuple[tuple, int, int]:
     launched = max([call.start + call.dur for one in step.work if (call := one.launch) is not None], default=step.start)
     if not step.roots:
         return (), step.start, step.end
-    own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots
+    own = [op for op in step.roots if not (OF_THE_DEVICE in op.name and op.start >= launched)] or step.roots
     ends = [op.start + op.dur for op in own]
     end = max(ends)
     return own[ends.index(end)].track, min(map(_start, own)), end

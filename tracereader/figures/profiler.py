@@ -5,6 +5,7 @@ from collections import Counter
 import msgspec
 
 from tracereader.trace import Op, Trace
+from tracereader.trace.waits import OF_THE_DEVICE
 
 
 class BufferRequest(msgspec.Struct, frozen=True):
@@ -51,5 +52,5 @@ def _overheads(trace: Trace) -> dict[str, Overhead]:
 
 def _final_sync_us(trace: Trace) -> float | None:
     end = max(step.end for step in trace.steps)
-    sync: Op | None = next((op for op in trace.outside if "DeviceSynchronize" in op.name and op.start >= end), None)
+    sync: Op | None = next((op for op in trace.outside if OF_THE_DEVICE in op.name and op.start >= end), None)
     return sync.us if sync else None

@@ -7,6 +7,7 @@ import msgspec
 from tracereader.figures.pace import cold_spans
 from tracereader.trace import Step, Trace
 from tracereader.trace.intervals import length
+from tracereader.trace.slices import Records
 
 
 class TwoKinds(msgspec.Struct, frozen=True):
@@ -17,25 +18,17 @@ class TwoKinds(msgspec.Struct, frozen=True):
     others_us: float
 
 
-class Recording(msgspec.Struct, frozen=True):
+class Recording(Records, frozen=True, kw_only=True):
     """What a recording can decide.
 
-    launches, lost, lost_calls, partly_lost, left_out and incomplete: as in Quality.
     cold_us: the time of the typical step in calls that a warm step does not make, by kind; empty if that is hardly any.
     The step's time does not include it. earlier_us: by how much the first step waits longer, because of GPU work from
     before the recording; 0 without that. before_us, after_us: of a recording without steps, the time before its first
     GPU activity and after its last one, which is no idle time; 0 otherwise. earlier_work: whether there is GPU work
     before that activity, which was launched before the recording. mixed: None if the steps are of one kind.
-    outlier: the name of the only step far longer than all others, which is not the first. clipped, clipped_us: GPU
-    activities that were recorded as ending after a later one of their stream, and the time taken off them.
+    outlier: the name of the only step far longer than all others, which is not the first.
     """
 
-    launches: int
-    lost: int
-    lost_calls: dict[str, tuple[int, int]]
-    partly_lost: int
-    left_out: tuple[str, ...]
-    incomplete: bool
     cold_us: dict[str, float]
     earlier_us: float
     before_us: float
@@ -43,8 +36,6 @@ class Recording(msgspec.Struct, frozen=True):
     earlier_work: bool
     mixed: TwoKinds | None
     outlier: str | None
-    clipped: int
-    clipped_us: float
 
 
 def recording_of(trace: Trace, usual: Step) -> Recording:
@@ -52,12 +43,7 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
     quality = trace.quality
     before, after = _around(trace)
     return Recording(
-        launches=quality.launches,
-        lost=quality.lost,
-        lost_calls=quality.lost_calls,
-        partly_lost=quality.partly_lost,
-        left_out=quality.without_records,
-        incomplete=quality.incomplete,
+        **{name: getattr(quality, name) for name in Records.__struct_fields__},
         cold_us=_cold_us(trace, usual),
         earlier_us=quality.earlier.ns / 1e3 if quality.earlier is not None else 0.0,
         before_us=before / 1e3,
@@ -65,8 +51,6 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
         earlier_work=bool(before) and trace.work[0].start < trace.steps[0].work[0].start,
         mixed=_two_kinds(trace),
         outlier=next((step.name for step in trace.steps if step.start == quality.outlier), None),
-        clipped=quality.clipped,
-        clipped_us=quality.clipped_ns / 1e3,
     )
 
 

@@ -13,8 +13,9 @@ from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import is_phase, is_torchs_own
 from tracereader.trace.lenient import Defects
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
-from tracereader.trace.quality import WAITS_FOR_THE_DEVICE, earlier_work
+from tracereader.trace.quality import earlier_work
 from tracereader.trace.slices import Process
+from tracereader.trace.waits import OF_THE_DEVICE
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
@@ -181,7 +182,7 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
 
 def _waits_for_the_device(trace: Trace) -> Iterator[Op]:
     """Yield the calls that wait until the GPU has done all of its work."""
-    wanted = frozenset(name for name in trace.op_names if WAITS_FOR_THE_DEVICE in name)
+    wanted = frozenset(name for name in trace.op_names if OF_THE_DEVICE in name)
     for step in trace.steps if wanted else ():
         yield from step.named(wanted.__contains__)
     for root in trace.outside if wanted else ():

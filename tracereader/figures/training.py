@@ -16,6 +16,7 @@ from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, SPARSE_GRADIENT, is_phase
+from tracereader.trace.waits import synchronizes
 
 # Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
@@ -332,7 +333,7 @@ def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
 
 def _waiting(step: Step) -> list[Op]:
     """Return the runtime API calls that wait until the GPU is done, as a copy to unpinned memory does, by start."""
-    found = step.named(lambda name: "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpyWithStream"))
+    found = step.named(lambda name: synchronizes(name) or name in ("cudaMemcpy", "hipMemcpyWithStream"))
     found += [one.launch for one in step.work if "Device -> Pageable" in one.name and _ends_in_its_launch(one)]
     return sorted({id(op): op for op in found if op.kind == "runtime"}.values(), key=_start)
 

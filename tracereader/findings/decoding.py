@@ -9,6 +9,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
+from tracereader.trace.waits import synchronizes
 
 # Avoidable work is reported from this share of a step on, measured on the lane that limits the step. In the H200's
 # traces, copies of keys and values take 3% of the CPU time of eager decoding, and 11% of the GPU time of compiled
@@ -134,7 +135,7 @@ def _launches_after_a_wait(summary: Summary) -> bool:
     for call in summary.cpu.chain:
         if waited and call.launched:
             return True
-        waited = waited or "Synchronize" in call.name or any("Pageable" in name for name in call.launched)
+        waited = waited or synchronizes(call.name) or any("Pageable" in name for name in call.launched)
     return False
 
 

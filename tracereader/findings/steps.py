@@ -19,6 +19,7 @@ from tracereader.trace.backends import shows_use
 from tracereader.trace.kernel_names import cut
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 from tracereader.trace.marks import DECODES
+from tracereader.trace.waits import MAY_WAIT, may_wait
 
 WAITS_NAMED = 2
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
@@ -248,8 +249,7 @@ def _costliest_op(summary: Summary) -> str:
 
 
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
-WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
-WAITS_FOR_THE_GPU = re.compile("Synchronize|Memcpy")
+WAITS = re.compile(rf"{MAY_WAIT.pattern}|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
 # A cause with this share of a step's additional time explains it.
 EXPLAINS = 1 / 3
 # A product on the CPU is far slower if it exceeds this many times its time at the best rate that the run measured by
@@ -487,7 +487,7 @@ def paid_for_first_use(step: StepFacts) -> bool:
     more = step.excess
     if more is None:
         return False
-    calls = {name: us for name, us in more.first_calls.items() if not WAITS_FOR_THE_GPU.search(name)}
+    calls = {name: us for name, us in more.first_calls.items() if not may_wait(name)}
     loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in calls)
     if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads

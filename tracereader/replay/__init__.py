@@ -47,8 +47,9 @@ from tracereader.replay.changes import (
     without_waits,
     without_work,
 )
-from tracereader.replay.graph import Graph, Reason, Refused, is_wait, may_wait, waits_of
+from tracereader.replay.graph import Graph, Reason, Refused
 from tracereader.replay.recorded import graph_of
+from tracereader.trace.waits import is_wait, may_wait, waits_of
 
 __all__ = [
     "Graph",

@@ -11,9 +11,10 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from tracereader.replay.graph import NOBODY, Graph, waits_of
+from tracereader.replay.graph import NOBODY, Graph
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.intervals import Intervals, Lengths, minus, union
+from tracereader.trace.waits import waits_of
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 Run = list[tuple[Op, list[Work]]]  # ops in the order of their starts, each with the work that it launches

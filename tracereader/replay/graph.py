@@ -39,7 +39,6 @@ What is not modelled:
 import bisect
 import math
 import operator
-import re
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,6 +54,7 @@ from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, wor
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
 from tracereader.trace.intervals import Intervals
+from tracereader.trace.waits import OF_THE_DEVICE, is_wait, may_wait
 
 # Defaults for traces with fewer than ENOUGH measurements: the launch latency on an idle GPU, and the gap between two
 # activities of a stream. H200 traces show 6.0 to 10 µs and 1.0 to 1.6 µs.
@@ -76,8 +76,6 @@ MOST_THREADS = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
-# In the names of calls that wait for a device: CUDA's, HIP's and Ascend's, and those of Intel's unified runtime.
-WAITS = re.compile("Synchronize|^urEventWait|^urQueueFinish")
 # In the names of the calls that make a stream wait for an event.
 STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
@@ -260,29 +258,6 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         for node in waits:  # for the work of earlier steps
             wait[node], wait_lag[node] = step.start, latest - start
         return replace(self, before=before, lag=lag, wait=wait, wait_lag=wait_lag).ends()
-
-
-def is_wait(call: Op) -> bool:
-    """Return whether a runtime call returns only after some GPU work has ended."""
-    if WAITS.search(call.name):
-        return True
-    if "Memcpy" not in call.name or not call.work:
-        return False
-    if "Async" in call.name and not any("Pageable" in one.name for one in call.work):
-        return False
-    # A small copy from pageable memory is staged, and its call returns before the copy starts. The call of a large copy
-    # returns when the last part is staged.
-    return all(one.start + one.dur // 2 <= call.end for one in call.work)
-
-
-def waits_of(step: Step) -> list[Op]:
-    """Return the runtime calls of a step that return only after some GPU work has ended."""
-    return [op for op in step.named(may_wait) if op.kind == "runtime" and is_wait(op)]
-
-
-def may_wait(name: str) -> bool:
-    """Return whether some calls of this name wait."""
-    return "Memcpy" in name or WAITS.search(name) is not None
 
 
 class Builder:
@@ -512,7 +487,7 @@ class Builder:
             self.columns["lag"][node] = min(call.dur, WAIT_CALL_NS)
         # It waits for all streams, and after a change another stream may end last.
         beside = next((one for one in ended if one.track != awaited.track), None)
-        if "DeviceSynchronize" in call.name and beside is not None:
+        if OF_THE_DEVICE in call.name and beside is not None:
             self._tie(node, "wait", self.activity[id(beside)], 0)
 
     def _numbered(self, steps: Sequence[Step], marks: Sequence[tuple[int, int]]) -> Graph:

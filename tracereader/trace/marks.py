@@ -16,6 +16,7 @@ from tracereader.trace.families import IN_EVERY_LAYER, of_op
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, REGION, STEP, ZEROES
 from tracereader.trace.slices import Op, sort_by_start
+from tracereader.trace.waits import synchronizes
 
 # With fewer calls or steps it may be no loop. Of torch's own annotations, these usually come once in each step.
 LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
@@ -170,7 +171,7 @@ def _threads(ops: Sequence[Op]) -> list[_Thread]:
     found = []
     for track, own in grouped((op.track, op) for op in ops).items():
         # A wait for the GPU after the loop does not count.
-        slices = [op for op in own if op.kind != "label" and "Synchronize" not in op.name]
+        slices = [op for op in own if op.kind != "label" and not synchronizes(op.name)]
         run = [op for op in slices if op.kind == "op"]
         if not run:
             continue

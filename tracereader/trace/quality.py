@@ -20,6 +20,7 @@ from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
+from tracereader.trace.waits import may_wait
 
 CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
 # Calls that give the GPU a kernel or a graph, in CUDA's and HIP's names. The profiler records an activity for each, as
@@ -41,9 +42,6 @@ STARTS = re.compile(r"GetDevice(?:Properties|Count)|GetStreamPriorityRange|SetDe
 MAY_LOAD = re.compile(r"Launch|Func|Occupancy|KernelGet")
 ALLOCATES = re.compile(r"^(?:cuda|hip)(?:Malloc|HostAlloc|MallocHost|HostMalloc)(?:Async)?$")
 FREES = re.compile(r"^(?:cuda|hip)Free(?:Host)?$")
-# In the names of the calls that wait until the whole GPU has done its work.
-WAITS_FOR_THE_DEVICE = "DeviceSynchronize"
-WAITS = re.compile(r"Synchronize|Memcpy|EventQuery|StreamQuery")
 # Inductor's CUDA graph trees record a graph in this annotation.
 RECORDS_A_GRAPH, INSTANTIATES = "CUDAGraphNode.record", "GraphInstantiate"
 # A call that only starts CUDA or a library takes at least this long (ns).
@@ -158,10 +156,10 @@ def quality_of(
         lost=sum(number for name, number in by_name.items() if LAUNCH.match(name)),
         lost_calls={name: (number, calls[name]) for name, number in by_name.most_common()},
         partly_lost=len(partly),
-        without_records=tuple(step.name for step in steps_left_out(steps, kept)),
+        left_out=tuple(step.name for step in steps_left_out(steps, kept)),
         incomplete=all_lost,
         clipped=clipped[0],
-        clipped_ns=clipped[1],
+        clipped_us=clipped[1] / 1e3,
         cold=_cold(kept, names, work, overheads, captures, edges, lost),
     )
     if all_lost:
@@ -353,7 +351,7 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step], lost: Sequence[
         if end - start < least:
             continue
         below = list(op.outermost_call().walk())
-        waits = (one.start + one.dur for one in below if WAITS.search(one.name))
+        waits = (one.start + one.dur for one in below if may_wait(one.name))
         start = max([start, *(time for time in waits if time <= op.start)])
         step = next((step for step in steps if step.start <= op.start < step.end), None)
         comes_again = step is not None and any(
@@ -441,7 +439,7 @@ def _first_waits(step: Step, ended: int) -> list[Op]:
     The copy of a tensor to the CPU waits for earlier work, and so does the call after it. ended: when that was (ns).
     """
     launch = min((one.launch.start for one in step.work if one.launch is not None), default=step.start)
-    calls = step.named(WAITS.search)
+    calls = step.named(may_wait)
     calls = [op for op in calls if op.kind == "runtime" and op.start < max(launch, ended)]
     return [op for op in calls if not op.work or op.end > ended > op.start]
 

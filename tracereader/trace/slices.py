@@ -424,27 +424,35 @@ class Mixed(msgspec.Struct, frozen=True):
     long: frozenset[int]
 
 
-class Quality(msgspec.Struct, frozen=True):
-    """What a recording lacks, and what in it does not belong to a step.
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recording lacks.
 
     launches, lost: the calls that launch kernels or CUDA graphs, and those of them that have no record of GPU work; a
     CUDA graph's capture does not count. lost_calls: the same by name: lost and all, and of calls that copy.
-    partly_lost: the launches of CUDA graphs with fewer records than another launch of the same graph. without_records:
-    the names of the steps that were left out because launches of theirs have no records. incomplete: whether that is
-    true of every step that launches, so that none was left out. clipped, clipped_ns: activities that were recorded as
-    ending after a later one of their stream, and the time that was taken off them. cold: by start. earlier: None if the
-    first step waits for no earlier work. mixed: None if the steps are of one kind; otherwise a step's time is the mean
-    of all. outlier: the start (ns) of the only step that takes far longer than all others and is not the first.
+    partly_lost: the launches of CUDA graphs with fewer records than another launch of the same graph. left_out: the
+    names of the steps that were left out because launches of theirs have no records. incomplete: whether that is true
+    of every step that launches, so that none was left out. clipped, clipped_us: activities that were recorded as ending
+    after a later one of their stream, and the time that was taken off them.
     """
 
     launches: int = 0
     lost: int = 0
     lost_calls: dict[str, tuple[int, int]] = {}
     partly_lost: int = 0
-    without_records: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     incomplete: bool = False
     clipped: int = 0
-    clipped_ns: int = 0
+    clipped_us: float = 0.0
+
+
+class Quality(Records, frozen=True, kw_only=True):
+    """What a recording lacks, and what in it does not belong to a step.
+
+    cold: by start. earlier: None if the first step waits for no earlier work. mixed: None if the steps are of one kind;
+    otherwise a step's time is the mean of all. outlier: the start (ns) of the only step that takes far longer than all
+    others and is not the first.
+    """
+
     cold: tuple[Cold, ...] = ()
     earlier: Earlier | None = None
     mixed: Mixed | None = None

@@ -25,8 +25,9 @@ from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
-from tracereader.trace.quality import WAITS_FOR_THE_DEVICE, clip, earlier_work, quality_of, steps_left_out
+from tracereader.trace.quality import clip, earlier_work, quality_of, steps_left_out
 from tracereader.trace.slices import Frame, Op, Phase, Rank, Samples, Slice, Step, Sync, Trace, Work
+from tracereader.trace.waits import OF_THE_DEVICE
 
 LATEST_NS = 2**62  # since 1970; the year 2116
 WORK = ("kernel", "memcpy", "memset")
@@ -210,7 +211,7 @@ def _built(
     properties = _properties(document.device_properties, {one.device for one in work})
     marks.sort(key=_start)
     op_names = frozenset([op.name for op in ops])
-    wait_names = {name for name in op_names if WAITS_FOR_THE_DEVICE in name}
+    wait_names = {name for name in op_names if OF_THE_DEVICE in name}
     device_waits = [op for op in ops if op.name in wait_names] if wait_names else []
     clipped = clip(work, device_waits)
     earlier = set() if marks else set(map(id, earlier_work(device_waits, work)))
