@@ -1,6 +1,5 @@
-"""Sentences on changes of the GPU work between two runs' steps, by kernel name and by operation."""
+"""Sentences on changes of the GPU work between two runs' steps, by kernel name."""
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from tracereader.figures import changed_work
@@ -99,58 +98,3 @@ def _times(pair: Pair) -> str:
 
 def and_more(count: int, shown: int) -> str:
     return f" and {count - shown:,} more" if count > shown else ""
-
-
-def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
-    """Return clauses on the changes by operation, the longest first, and whether any activity is gone or new."""
-    found = changed_work.by_part(first, other)
-    clauses: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind of change, with its GPU time
-    for one in found.replaced:
-        us = one.before.own_us, one.after.own_us
-        did, does = (_parts(some.parts) for some in (one.before, one.after))
-        text = f"{one.calls:,} x {one.op} ({did} {us[0]:,.1f} → {does} {us[1]:,.1f} µs)"
-        clauses["other kernels for "].append((max(us), text))
-    for pair in found.of_other_names:
-        for how, us, text in _of_other_names(pair):
-            clauses[how].append((us, text))
-    for pair in found.instances:
-        text = f"{pair.before.count:,} x {pair.before.by_name[0].part} ({_times(pair)})"
-        clauses["other instances of a template for "].append((pair.after.own_us, text))
-    for one in found.relaunched:
-        clauses[""].append((max(one.before.us, one.after.us), _relaunched(one)))
-    for pair in found.other_times:
-        us = pair.before.us, pair.after.us
-        text = f"{pair.before.count:,} x {pair.before.by_name[0].part} ({us[0]:,.1f} → {us[1]:,.1f} µs)"
-        clauses["other times for "].append((max(us), text))
-    texts = []
-    for how, some in sorted(clauses.items(), key=lambda item: -sum(us for us, _ in item[1])):
-        shown = [text for _, text in sorted(some, key=lambda one: -one[0])[:FEW]]
-        texts.append(f"{how}{', '.join(shown)}{and_more(len(some), FEW)}")
-    return texts, "gone: " in clauses or "new: " in clauses
-
-
-def _parts(counts: Counter) -> str:
-    return " + ".join(f"{count:,} x {part}" for part, count in counts.most_common(FEW)) + and_more(len(counts), FEW)
-
-
-def _of_other_names(pair: Pair) -> list[tuple[str, float, str]]:
-    """Return the kind of each change (other kernels, gone or new), its GPU time (µs), and its text."""
-    before, after = pair.before, pair.after
-    part = (before.by_name or after.by_name)[0].part
-    both = min(before.count, after.count)
-    clauses = []
-    if both:
-        makers = [" and ".join(some.makers) for some in (before, after)]
-        old, now = (f"{maker} " if makers[0] != makers[1] else "" for maker in makers)
-        how = "another kind of " if part in ("memcpy", "memset") else "other kernels for "
-        text = f"{both:,} x {part} ({old}{_time(before, both)} → {now}{_time(after, both)} µs)"
-        clauses.append((how, max(_share(before, both), _share(after, both)), text))
-    for how, some in (("gone: ", before), ("new: ", after)):
-        if left := some.count - both:
-            clauses.append((how, _share(some, left), f"{left:,} x {part} ({_time(some, left)} µs)"))
-    return clauses
-
-
-def _share(some: Activities, count: int) -> float:
-    """Return the time (µs) of `count` of the activities of these names."""
-    return some.us * count / some.total

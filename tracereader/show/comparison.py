@@ -108,8 +108,7 @@ def _in_short(
         by_step = not of_one_step and compare.compare_by_step(base, side)
         known = proposed[against] if against < len(proposed) and by_step else ()
         beside = _beside(base, side, known, whose)
-        shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
-        beside.append(shown)
+        beside.append(differences.flags(base, side))
         for text in filter(None, beside):
             paragraph(out, plain(text), "  · ", "    ")
 
