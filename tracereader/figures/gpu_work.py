@@ -220,33 +220,6 @@ def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:
     return [[each for each in next(same[one.name]) if each is not None] for one in chosen.work]
 
 
-def nearest_roofs(
-    trace: Trace, chosen: Step, measured: Sequence[GpuWork] | None = None
-) -> tuple[float, Iterator[tuple[float, str | None, float | None]]]:
-    """Return the sum of `us` of the step's GPU work, and `us`, `roof` and `of_roof` of each, the longest first.
-
-    They are those of gpu_work(), which `measured` gives. Without it they are measured one by one, because the longest
-    activities may already decide.
-    """
-    if measured is not None:
-        longest = sorted(measured, key=lambda one: -one.us)
-        return sum([one.us for one in longest]), ((one.us, one.roof, one.of_roof) for one in longest)
-    peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
-    entries = zip(chosen.work, chosen.asking, _in_all_steps(trace, chosen), strict=True)
-    timed = [(median([each.dur / 1e3 for each in same]), one, op) for one, op, same in entries]
-    timed.sort(key=lambda entry: -entry[0])
-
-    counts: dict[tuple, int] = {}
-
-    def rates() -> Iterator[tuple[float, str | None, float | None]]:
-        for us, one, op in timed:
-            says = families.says(one)
-            sizes = _sizes(one, op, launch_args(one), says, does_it_alone(one, op, says, counts), peaks, facts)
-            yield us, *_rates(sizes, one.dur)[2:]
-
-    return sum(us for us, *_ in timed), rates()
-
-
 def _facts(trace: Trace, chosen: Step) -> RunFacts:
     """Return a script's stored facts; those about attention describe a kernel only if no other one is attention."""
     alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1

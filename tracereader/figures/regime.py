@@ -2,14 +2,14 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
-from tracereader.figures.gpu_work import GpuWork, nearest_roofs
+from tracereader.figures.gpu_work import GpuWork, gpu_work
 from tracereader.figures.pace import cold_spans, on_busiest_stream, window
 from tracereader.figures.steps import launches, spanned, stands_out
 from tracereader.trace import Step, Trace
@@ -53,7 +53,7 @@ def regime_of(
     """Return the regime of a trace.
 
     usual: the typical step. step: the step to report. parts: the GPU's time by device in the window of the steps.
-    measured: the step's GPU work if it is measured already; otherwise only as much is measured as decides.
+    measured: the step's GPU work if it is measured already.
     """
     counted, start, end = window(trace, usual)
     if trace.quality.incomplete:
@@ -121,9 +121,8 @@ def _waits_for(
 ) -> str | None:
     """Return the name of what limits the steps; None if the GPU is idle and no launch shows why.
 
-    "overhead", "gpu-side", "turns", "communication", "compute", "memory", "gpu", "capture", "cpu-only" or
-    "incomplete". It is decided from
-    step to step, without a first step that stands out, which would hide the behavior of the others.
+    "overhead", "gpu-side", "turns", "communication", "compute", "memory", "gpu", "capture", "cpu-only" or "incomplete".
+    It is decided from step to step, without a first step that stands out, which would hide the behavior of the others.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
     if idle and _captures(captures(step.roots, trace.op_names), step):
@@ -135,7 +134,8 @@ def _waits_for(
         return max(causes, key=causes.get)
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
-    return _roof_met(*nearest_roofs(trace, step, measured), 1 - steady.idle_us / steady_us if steady_us else 0.0)
+    measured = gpu_work(trace, step, {}) if measured is None else measured
+    return _roof_met(measured, 1 - steady.idle_us / steady_us if steady_us else 0.0)
 
 
 def _captures(found: Captures | None, step: Step) -> bool:
@@ -159,18 +159,13 @@ def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
     }
 
 
-def _roof_met(total_us: float, work: Iterable[tuple[float, str | None, float | None]], busy: float) -> str:
+def _roof_met(work: Sequence[GpuWork], busy: float) -> str:
     """Return compute or memory if the GPU is near that peak for most of the step, else gpu.
 
-    total_us, work: as nearest_roofs() returns them. busy: the share of the step in which the GPU is busy.
+    busy: the share of the step in which the GPU is busy.
     """
-    near, rest, most = Counter(), total_us, MUCH_KNOWN * total_us
-    for us, roof, of_roof in work:
-        rest -= us
-        if of_roof is not None and of_roof >= NEAR_THE_ROOF:
-            near[roof] += us
-            if near[roof] * busy > most:
-                return roof
-        if (max(near.values(), default=0.0) + rest) * busy <= most:
-            break  # the rest is too short to decide otherwise
-    return "gpu"
+    near, most = Counter(), MUCH_KNOWN * sum(one.us for one in work)
+    for one in work:
+        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
+            near[one.roof] += one.us
+    return next((roof for roof, us in near.most_common(1) if us * busy > most), "gpu")
