@@ -248,12 +248,10 @@ def test_only_equal_work_is_called_the_same():
 def test_each_activity_of_two_steps_is_counted_once(before, after):
     files = [recording(before), recording(after)]
     found = changed_work.by_name(*pair(*files))
-    assert not found.renamed and not found.merged, "these have no counts of their own"
-    pairs = [*found.instances, *found.relaunched, *found.replaced]
     for file, changed, left in zip(files, ("before", "after"), (found.gone, found.new), strict=True):
         counted = Counter({one.name: one.count for one in found.kept.by_name})
-        for some in [left, *(getattr(one, changed) for one in pairs)]:
-            for one in getattr(some, "by_name", (some,)):
+        for some in [left, *(getattr(one, changed) for one in found.changes)]:
+            for one in some.by_name:
                 counted[one.name] += one.count
         assert counted == Counter(one["name"] for one in raw_work(*typical(file)))
 
