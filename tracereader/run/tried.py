@@ -143,7 +143,7 @@ def shown(session: Session) -> Shown:
             below[len(rows)] = f"{_titles(session, keys)}: {why}" if len(keys) > 1 else why
             rows.append([_name(session, keys), "fails", *[""] * (len(heads) - 2)])
     best = session.saving(session.together) if session.together else None
-    keep = [_how_to_keep(session, key) for key in session.together] if best is not None and best.helps else []
+    keep = [_how_to_keep(session, key) for key in kept_in_order(session)] if best is not None and best.helps else []
     title = f"To keep {'them' if len(keep) > 1 else 'it'}:" if keep else ""
     said = _sentences(session, singles, several, nothing=not keep)
     return Shown(heads, [0, 2, heads.index(what)], rows, below, title, keep, said)
@@ -176,6 +176,12 @@ def page(session: Session) -> tuple[str, list[str]]:
         return pages.of_file(session.recording, View(), msgspec.to_builtins(shown(session), str_keys=True))
     except BadInput as problem:
         raise RunFailed(f"--html: {problem}") from None
+
+
+def kept_in_order(session: Session) -> list[str]:
+    """Return the changes to keep, the largest saving alone first, and last those that were not measured alone."""
+    alone = {key: session.saving((key,)) for key in session.together}
+    return sorted(alone, key=lambda key: -alone[key].share if alone[key] is not None else math.inf)
 
 
 def _how_to_keep(session: Session, key: str) -> tuple[str, str]:
@@ -262,7 +268,7 @@ def as_json(session: Session, program: Sequence[str]) -> str:
             "changes": [_row(session, keys) for keys in singles],
             "several": [_row(session, keys) for keys in several],
             "together": list(session.together),
-            "keep": {key: session.by_key[key].to_keep(session.seen) for key in session.together},
+            "keep": {key: session.by_key[key].to_keep(session.seen) for key in kept_in_order(session)},
             "failed": [{"changes": list(keys), "why": why} for keys, why in session.failures.items()],
             "not_tried": [{"change": one.key, "why": one.why} for one in session.skipped],
             "predicted": session.predicted,

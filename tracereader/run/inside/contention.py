@@ -1,7 +1,7 @@
 """How long a program's steps wait for CPUs that other programs use. Linux tells this of each thread.
 
-The time in which this thread is ready and has no CPU is left out as far as other programs cause it. What it waits for
-its own helpers (threads, or a loader's workers), which wait for a CPU themselves, is shortened in the same way.
+The time in which this thread is ready and has no CPU is left out as far as other programs cause it. Helpers, such as
+other threads and a loader's workers, are delayed, too. That stays, because it looks like sleeping or reading a file.
 """
 
 import contextlib
@@ -42,25 +42,20 @@ class Contention:
 
     def without_others(self, marks):
         """Return the steps (s) between marks (time, (had a CPU, waited for one)), without what other programs cost."""
-        share, stretch = self._others()
-        found = []
-        for (start, (cpu, waited)), (end, (cpu_after, waited_after)) in itertools.pairwise(marks):
-            step, ready = end - start, waited_after - waited
-            blocked = max(0.0, step - (cpu_after - cpu) - ready)
-            found.append(max(step - share * ready - blocked * (1 - stretch), 0.01 * step))
-        return found
+        share = self._share_of_others()
+        return [
+            max(end - start - share * (waited_after - waited), 0.01 * (end - start))
+            for (start, (_, waited)), (end, (_, waited_after)) in itertools.pairwise(marks)
+        ]
 
-    def _others(self):
-        """Return the share of the waiting that other programs cause, and by which factor helpers need less without."""
+    def _share_of_others(self):
+        """Return the share of the waiting that other programs cause, and not this program's helpers."""
         if self.before is None:
-            return 0.0, 1.0
+            return 0.0
         (busy, cpu, helpers), (busy_after, cpu_after, helpers_after) = self.before, self._state()
-        both = helpers.keys() & helpers_after.keys()
-        had = sum(helpers_after[one][0] - helpers[one][0] for one in both)
-        waited = sum(helpers_after[one][1] - helpers[one][1] for one in both)
+        had = sum(helpers_after[one] - helpers[one] for one in helpers.keys() & helpers_after.keys())
         others = max(0.0, busy_after - busy - had - (cpu_after - cpu))
-        share = others / (others + had) if others else 0.0
-        return share, had / (had + share * waited) if had else 1.0
+        return others / (others + had) if others else 0.0
 
     def _state(self):
         return self._busy(), self.times()[0], self._helpers()
@@ -75,7 +70,7 @@ class Contention:
         return 0.0
 
     def _helpers(self):
-        """Return the times of the other threads of this process and of the threads of its children."""
+        """Return the seconds in which each other thread of this process, and each of its children, had a CPU."""
         found, own = {}, threading.get_native_id()
         for process in ("self", *_children()):
             with contextlib.suppress(OSError):
@@ -85,8 +80,7 @@ class Contention:
                             contextlib.suppress(OSError, ValueError),
                             open(f"/proc/{process}/task/{thread}/schedstat") as file,
                         ):
-                            cpu, waited = file.read().split()[:2]
-                            found[thread] = int(cpu) / 1e9, int(waited) / 1e9
+                            found[thread] = int(file.read().split()[0]) / 1e9
         return found
 
 
