@@ -76,10 +76,9 @@ def _beginning(out: str, plan: dict[str, object]) -> Callable[[], Callable[[], N
 
 def _begin(out: str, plan: dict[str, object]) -> Callable[[], None]:
     """Watch for steps from now on. Return what ends that and says what was recorded."""
-    import torch
-
     if "_tracereader_session" in sys.modules:  # the command records this program already
         return lambda: None
+    torch = sys.modules["torch"]  # which the trainer has imported: this package does without
     folder = Path(_common_folder(torch))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     whole = {
