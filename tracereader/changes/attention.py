@@ -343,7 +343,19 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
     return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)
 
 
-@change("compute attention without a mask tensor", "the rate of a good attention kernel for the whole matrix of scores")
+def _follows_no_mask_tensor(before: Side, after: Side) -> bool:
+    """More calls of attention are causal without a mask, their sizes are the same, and so are the products."""
+    was, now = ([one.attention for one in side.summary.gpu_work if one.attention] for side in (before, after))
+    first, second = (Counter((one.batch, one.heads, one.queries, one.keys) for one in some) for some in (was, now))
+    more = sum(one.causal is True for one in now) > sum(one.causal is True for one in was)
+    return more and first == second and equal_single_products(before, after)
+
+
+@change(
+    "compute attention without a mask tensor",
+    "the rate of a good attention kernel for the whole matrix of scores",
+    followed=_follows_no_mask_tensor,
+)
 def no_mask_tensor(case: Case) -> Proposal | None:
     """Return a proposal to compute fused attention without a mask that is a tensor of queries x keys.
 
