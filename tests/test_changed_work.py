@@ -53,24 +53,25 @@ def changed(*files):
     return differences.difference(*pair(*files)).work_changed
 
 
+def told(*files):
+    return differences.change(*pair(*files))
+
+
 def products(*some):
     return [("aten::mm", [(kernel, us)]) for kernel, us in some]
 
 
 def test_products_by_other_kernels_are_reported_as_changed(tmp_path):
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)))
-    assert changed(first, first) == ()
+    assert told(first, first) == "the same GPU work"
     other = made(tmp_path, "other", *products((OTHER_NVJET, 50), (OTHER_NVJET, 51)))
-    assert changed(first, other) == (f"2 x aten::mm: 2 x {NVJET} (82.0 µs) → 2 x {OTHER_NVJET} (101.0 µs)",)
+    assert told(first, other) == "other kernels for 2 x GEMM (82.0 → 101.0 µs)"
     one = made(tmp_path, "one", *products((OTHER_NVJET, 50), (NVJET, 42)))
-    assert changed(first, one) == (f"2 x aten::mm: 1 x {NVJET} (of 2 in 82.0 µs) → 1 x {OTHER_NVJET} (50.0 µs)",)
+    assert told(first, one) == "other kernels for 1 x GEMM (of 2 in 82.0 → 50.0 µs)"
     fewer = made(tmp_path, "fewer", *products((OTHER_NVJET, 90)))
-    assert changed(first, fewer) == (
-        f"GPU work gone: 2 x {NVJET} (82.0 µs)",
-        f"GPU work new: 1 x {OTHER_NVJET} (90.0 µs)",
-    )
+    assert told(first, fewer) == "other kernels for 1 x GEMM (of 2 in 82.0 → 90.0 µs); gone: 1 x GEMM (of 2 in 82.0 µs)"
     triton = made(tmp_path, "triton", *products((TRITON, 50), (TRITON, 51)))
-    assert changed(first, triton) == (f"2 x aten::mm: 2 x {NVJET} (82.0 µs) → 2 x {TRITON} (101.0 µs)",)
+    assert told(first, triton) == "other kernels for 2 x GEMM (cuBLAS nvjet 82.0 → Inductor 101.0 µs)"
 
 
 def test_the_longest_work_comes_first(tmp_path):
@@ -78,15 +79,23 @@ def test_the_longest_work_comes_first(tmp_path):
     copy = ("aten::copy_", [(BLIT, 8)])
     first = made(tmp_path, "first", *products((NVJET, 40)), copy, *fills)
     other = made(tmp_path, "other", *products((OTHER_NVJET, 50)), *fills[1:])
-    kernels, gone = changed(first, other)
-    assert kernels == f"1 x aten::mm: 1 x {NVJET} (40.0 µs) → 1 x {OTHER_NVJET} (50.0 µs)"
-    assert gone.startswith(f"GPU work gone: 1 x {BLIT} (8.0 µs), 1 x ") and gone.endswith(" (of 2 in 6.0 µs)")
+    kernels, gone = (
+        "other kernels for 1 x GEMM (40.0 → 50.0 µs)",
+        "gone: 1 x memcpy (8.0 µs), 1 x fill (of 2 in 6.0 µs)",
+    )
+    assert told(first, other) == f"{kernels}; {gone}"
+    large = made(tmp_path, "large", *products((OTHER_NVJET, 50)), ("aten::copy_", [(BLIT, 300)]), *fills)
+    assert (
+        told(first, large) == "other times for 1 x memcpy (8.0 → 300.0 µs); other kernels for 1 x GEMM (40.0 → 50.0 µs)"
+    )
+    little = made(tmp_path, "little", *products((OTHER_NVJET, 50)), ("aten::copy_", [(BLIT, 9)]), *fills)
+    assert told(first, little) == kernels
 
 
 def test_a_copy_is_not_a_kernel(tmp_path):
-    names = BLIT, "Memcpy HtoD (Pinned -> Device)"
-    files = [made(tmp_path, str(at), ("aten::copy_", [(name, 9 + at)])) for at, name in enumerate(names)]
-    assert changed(*files) == (f"1 x aten::copy_: 1 x {names[0]} (9.0 µs) → 1 x {names[1]} (10.0 µs)",)
+    files = [made(tmp_path, str(number), ("aten::copy_", [(name, 9 + number)]))
+             for number, name in enumerate((BLIT, "Memcpy HtoD (Pinned -> Device)"))]  # fmt: skip
+    assert told(*files) == "another kind of 1 x memcpy (9.0 → 10.0 µs)"
 
 
 def typical(path):
@@ -102,9 +111,9 @@ def test_max_autotune_says_that_triton_multiplies_now():
     assert [sum(name.startswith(start) for name in before) for start in ("nvjet", "Memcpy", "Memset")] == [1, 1, 1]
     assert sorted(name.startswith("triton_tem") for name in after) == [False] * (len(after) - 1) + [True]
     copies = sum("multi_tensor_apply" in name for name in after)
-    gone, new = changed(*files)
-    assert re.match(r"GPU work gone: 1 x nvjet\S+ \([\d.]+ µs\), 1 x Memcpy DtoD.*, 1 x Memset ", gone)
-    assert new.startswith("GPU work new: 1 x triton_tem") and f", {copies} x multi_tensor_apply" in new
+    text = told(*files)
+    assert re.match(r"other kernels for 1 x GEMM \(cuBLAS nvjet [\d.]+ → Inductor [\d.]+ µs\); ", text)
+    assert f"; new: {copies} x copy (" in text and re.search(r"; gone: 1 x memcpy \([\d.]+ µs\), 1 x memset \(", text)
 
 
 def test_another_instance_of_a_template_is_not_gone_and_new(tmp_path):
@@ -114,6 +123,10 @@ def test_another_instance_of_a_template_is_not_gone_and_new(tmp_path):
         "1 x softmax_warp_forward<bf16, fp32>: another instance of its template, rows of 257 to 512 → 1025 to 2048 "
         "(70.0 → 900.0 µs)",
         "1 x indexSelectSmallIndex<int64>: another instance of its template (2.0 → 3.0 µs)",
+    )
+    assert told(first, other) == (
+        "other instances of a template for 1 x softmax forward (70.0 → 900.0 µs), 1 x index select small index "
+        "(2.0 → 3.0 µs)"
     )
     twice = made(tmp_path, "twice", ("aten::_softmax", [(SOFTMAX.format(11), 900)]), ("a::b", [(SELECT.format(2), 3)]),
                  ("a::b", [(SELECT.format(3), 3)]))  # fmt: skip
@@ -142,7 +155,8 @@ def test_one_call_in_several_launches(tmp_path):
     assert said.startswith(
         "1 x aten::fill_ in 32 launches instead of 1 (5.0 → 192.0 µs): vectorized_elementwise_kernel"
     )
-    assert changed(cut, once)[0].startswith("1 x aten::fill_ in 1 launch instead of 32 (192.0 → 5.0 µs): ")
+    assert told(once, cut) == "1 x aten::fill_ in 32 launches instead of 1 (5.0 → 192.0 µs)"
+    assert told(cut, once) == "1 x aten::fill_ in 1 launch instead of 32 (192.0 → 5.0 µs)"
 
 
 @pytest.mark.parametrize(
@@ -155,8 +169,7 @@ def test_one_call_in_several_launches(tmp_path):
 )
 def test_more_calls_are_new_work(tmp_path, calls):
     once = made(tmp_path, "once", (calls[0][0] if calls[0][0] == "my_function" else "aten::fill_", filled(1)))
-    (said,) = changed(once, made(tmp_path, "twice", *calls))
-    assert said.startswith("GPU work new: 1 x ") and said.endswith(" (of 2 in 10.0 µs)")
+    assert told(once, made(tmp_path, "twice", *calls)) == "new: 1 x fill (of 2 in 10.0 µs)"
 
 
 def test_launches_of_a_reference_traces_ops_are_counted_by_their_calls():
@@ -205,7 +218,10 @@ def test_kernels_of_one_op_are_its_replacement(tmp_path):
     assert re.match(
         r"1 x aten::addmm: 1 x nvjet\S+ .*→ 1 x nvjet.* \(30\.0 µs\), 1 x splitKreduce.* \(5\.0 µs\)$", said
     )
-    assert changed(other, first)[0].startswith("1 x aten::addmm: 1 x nvjet")
+    (short,) = told(first, other).split("; ")
+    assert re.match(r"other kernels for 1 x aten::addmm \(1 x GEMM \S+ → 1 x GEMM \+ 1 x .* 35\.0 µs\)$", short)
+    (back,) = told(other, first).split("; ")
+    assert back.startswith("other kernels for 1 x aten::addmm (")
 
 
 def test_kernels_of_different_ops_replace_nothing(tmp_path):
@@ -219,6 +235,7 @@ def test_kernels_of_different_ops_replace_nothing(tmp_path):
 def test_other_ops_with_the_same_work_are_reported(tmp_path, capsys):
     first = made(tmp_path, "first", *products((NVJET, 40)))
     other = made(tmp_path, "other", *products((NVJET, 40)), ("aten::t", []), ("aten::view", []), ("aten::t", []))
+    assert told(first, other) == "the same GPU work; ops new: 2 x aten::t, 1 x aten::view"
     assert cli.main([str(first), str(other), "--all"]) == 0
     printed = capsys.readouterr().out
     assert "nothing" not in printed and "ops new: aten::t, aten::view" in printed
@@ -230,7 +247,7 @@ def test_only_equal_work_is_called_the_same():
     sides = pair(*files)
     for first in sides:
         for other in sides:
-            same = not differences.difference(first, other).work_changed
+            same = differences.change(first, other).startswith("the same GPU work")
             names = [sorted(one.name for one in side.summary.gpu_work) for side in (first, other)]
             assert same == (names[0] == names[1])
 
@@ -248,10 +265,12 @@ def test_only_equal_work_is_called_the_same():
 def test_each_activity_of_two_steps_is_counted_once(before, after):
     files = [recording(before), recording(after)]
     found = changed_work.by_name(*pair(*files))
+    assert not found.renamed and not found.merged, "these have no counts of their own"
+    pairs = [*found.instances, *found.relaunched, *found.replaced]
     for file, changed, left in zip(files, ("before", "after"), (found.gone, found.new), strict=True):
         counted = Counter({one.name: one.count for one in found.kept.by_name})
-        for some in [left, *(getattr(one, changed) for one in found.changes)]:
-            for one in some.by_name:
+        for some in [left, *(getattr(one, changed) for one in pairs)]:
+            for one in getattr(some, "by_name", (some,)):
                 counted[one.name] += one.count
         assert counted == Counter(one["name"] for one in raw_work(*typical(file)))
 
@@ -261,9 +280,10 @@ def test_a_comparisons_measurements_have_no_sentences(tmp_path):
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)), ("aten::t", []), lesson=flags[0])
     other = made(tmp_path, "other", *products((OTHER_NVJET, 90)), lesson=flags[1])
     sides = pair(first, other)
-    work = changed_work.by_name(*sides)
-    assert work.gone.by_name == (changed_work.Named(NVJET, 2, 2, 82.0),)
-    assert work.new.by_name == (changed_work.Named(OTHER_NVJET, 1, 1, 90.0),)
+    before = changed_work.Named(NVJET, "GEMM", 2, 2, 82.0)
+    after = changed_work.Named(OTHER_NVJET, "GEMM", 1, 1, 90.0)
+    (work,) = changed_work.by_part(*sides).of_other_names
+    assert (work.before.by_name, work.after.by_name) == ((before,), (after,))
     ops = compare.ops(*sides)
     assert (ops.gone, ops.new, ops.calls) == (("aten::t",), (), {"aten::mm": (2, 1)})
     assert compare.flags(*sides) == [

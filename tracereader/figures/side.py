@@ -8,8 +8,9 @@ import msgspec
 
 from tracereader.figures.compiled import graphs_in
 from tracereader.figures.cpu import Call
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
-from tracereader.trace.kernel_names import KernelName
+from tracereader.trace.kernel_names import KernelName, decode, short
 from tracereader.trace.labels import COMPILE_ROWS
 
 
@@ -72,6 +73,11 @@ class Side(msgspec.Struct, frozen=True, dict=True):
         return found
 
     @cached_property
+    def parts(self) -> dict[str, str]:
+        """Return a short description of each GPU activity, by name."""
+        return {one.name: _part(one) for one in self.summary.gpu_work}
+
+    @cached_property
     def asked_by(self) -> dict[str, Counter]:
         """Return the ops that launch each name of GPU work, with numbers of calls, if each launch has one activity.
 
@@ -89,3 +95,20 @@ class Side(msgspec.Struct, frozen=True, dict=True):
             for name, calls in callers.items()
             if len(calls) == self.work[name] and all(one and "::" in one[1].name for one in calls)
         }
+
+
+def what(name: str) -> str:
+    """Return the kernel's operation in a word, if its name gives it."""
+    says = decode(name)
+    does = says.parts.get("does") or short(name)
+    return f"{says.family} {does}" if does in ("forward", "backward") else does
+
+
+def _part(one: GpuWork) -> str:
+    if one.kind != "kernel":
+        return one.kind
+    if one.family == "GEMM":
+        return f"GEMM on {one.name_says['on']}" if "on" in one.name_says else "GEMM"
+    if one.family == "attention":
+        return f"attention {one.name_says.get('does', '')}".strip() + f" ({one.maker})"
+    return what(one.name).replace(", ", " ")

@@ -108,7 +108,8 @@ def _in_short(
         by_step = not of_one_step and compare.compare_by_step(base, side)
         known = proposed[against] if against < len(proposed) and by_step else ()
         beside = _beside(base, side, known, whose)
-        beside.append(differences.flags(base, side))
+        shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
+        beside.append(shown)
         for text in filter(None, beside):
             paragraph(out, plain(text), "  · ", "    ")
 
