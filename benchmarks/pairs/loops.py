@@ -18,7 +18,7 @@ def _overlaps(boxes, others):
 
 def detection_loss(change):
     """A detector's head is trained with a loss that is computed image by image, as many repositories do."""
-    images, anchors, classes, most = size(32, 4), size(2000, 50), 20, 12
+    images, anchors, classes, most = size(12, 4), size(2000, 50), 20, 12
     chooser = torch.Generator().manual_seed(1)
 
     def boxes(*shape):
@@ -68,7 +68,7 @@ def detection_loss(change):
 def acting_agent(change):
     """An agent's network chooses an action for one environment after the other, and reads each."""
     here = torch.device("cpu") if change == "on_cpu" else device
-    environments = size(64, 4)
+    environments = size(20, 4)
     policy = nn.Sequential(nn.Linear(24, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 6)).to(here)
     states = np.random.default_rng(0).standard_normal((environments, 24)).astype(np.float32)
     moves = np.random.default_rng(1).standard_normal((6, 24)).astype(np.float32)
@@ -200,7 +200,7 @@ def item_embeddings(change):
 def loop_optimizer(change):
     """A transformer is trained with an optimizer that is written as a loop over the parameters."""
     width = size(256, 32)
-    blocks = nn.ModuleList(_Block(width, 4) for _ in range(size(12, 2))).to(device)
+    blocks = nn.ModuleList(_Block(width, 4) for _ in range(size(6, 2))).to(device)
     parameters = list(blocks.parameters())
     averages = [torch.zeros_like(one) for one in parameters]
     x = torch.randn(size(16, 2), size(64, 8), width, device=device)
