@@ -143,7 +143,13 @@ COMMON = (
         tag="{}",
         choices=("auto", "cuda", "xpu", "cpu"),
     ),
-    flag("--guess", "answer yes or no to each prediction before the run", group=HOW, action="store_true"),
+    flag(
+        "--guess",
+        "answer yes or no to each prediction before the run (at a terminal, except in CI)",
+        group=HOW,
+        action=argparse.BooleanOptionalAction,
+    ),
+    flag("--on", "play the lesson on that machine's committed trace: h200", group=HOW, metavar="MACHINE"),
     flag("--record-shapes", "record the shapes of the ops' inputs", group=RECORDED, tag="shapes", action="store_true"),
     flag("--with-stack", "record Python stacks, with file paths", group=RECORDED, tag="stack", action="store_true"),
     flag("--profile-memory", "record allocations", group=RECORDED, tag="memory", action="store_true"),
@@ -222,8 +228,12 @@ def parse(
         )
     if needs_gpu and given["device"] == "cpu":
         raise BadInput(needs_gpu)
-    if given["guess"] and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
+    at_a_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    if given["guess"] and not at_a_terminal:
         raise BadInput("--guess asks questions and needs a terminal: leave it out, or run the script at a terminal")
+    given["asks"] = given["guess"] or (
+        given["guess"] is None and at_a_terminal and not os.environ.get("CI") and _is_the_only_process()
+    )
 
     settings = given | {"script": script.stem, "declared": declared, "needs_gpu": needs_gpu, "on_cpu": on_cpu}
     # prepare(), which needs torch, sets these; processes() sets ranks if there are several.
@@ -238,9 +248,13 @@ def require_at_most(args, **most: int) -> None:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)} is too large: {limit:,} is the most")
 
 
+def _is_the_only_process() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def _require_one_process() -> None:
     """If a launcher has started several processes, raise BadInput on rank 0 and end the others silently."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if _is_the_only_process():
         return
     from common.distributed import place  # here, because importing it turns off torch's C++ log
 
@@ -286,7 +300,12 @@ def answer_before_torch(flags: Callable, file: str, *packages: str) -> None:
 
     def answered(argv):
         args = flags()  # --help ends the program by itself
-        if os.environ.get("WORLD_SIZE", "1") == "1":  # a rank tells the other ranks later
+        if args.on is not None:
+            from common import elsewhere
+
+            elsewhere.play(args, tag_of(args))
+            raise SystemExit(0)
+        if _is_the_only_process():  # a rank tells the other ranks later
             with publish.out_refused():
                 publish.refuse_early(args.out / args.script)
         if lacks := not_installed(Path(file).name, "torch", *packages):

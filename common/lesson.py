@@ -34,7 +34,7 @@ def lesson(
 
     def main(argv: Sequence[str] | None = None) -> None:
         args = _ready(argv, flags, predictions)
-        given = _answers(_asked(args))
+        given = screen.answers(_asked(args))
         run = _run(args, build, profiled, processes)
         if run.rank:
             return  # rank 0 prints the report for all
@@ -92,21 +92,14 @@ def _run(args, build: Callable, profiled: Callable, processes: Callable = contex
 
 
 def _asked(args) -> list:
-    if not args.guess:
+    if not args.asks:
         return []
     asked = [one for one in args.predictions if args.device.type != "cpu" or not one.needs_gpu]
-    if not asked:
+    if not asked and args.guess:
         raise BadInput(
             "--guess: this script's predictions are all about the GPU, and this run is on the CPU; leave it out"
         )
     return asked
-
-
-def _answers(asked: list) -> list[tuple[dict, bool]]:
-    """Return the record of each prediction, and whether the user agreed with it."""
-    if asked:
-        console().print(f"{counted(len(asked), 'prediction')} about this run: answer y if you agree, else n")
-    return [(one.record, screen.ask(f"{one.text}?")) for one in asked]
 
 
 def _header(run: Run) -> None:

@@ -1,17 +1,18 @@
-"""Progress that a run shows at a terminal, and the questions of --guess."""
+"""Progress that a run shows at a terminal, and its questions."""
 
 import contextlib
 import os
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
 from tracereader import interrupts, progress
 from tracereader.command import BadInput
+from tracereader.findings import finding
 from tracereader.show.text import console
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -55,8 +56,27 @@ def _counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Calla
             yield call
 
 
-def ask(question: str) -> bool:
-    """Return whether the answer that was typed at the terminal is yes. Raises BadInput at the end of the input."""
+def answers(predictions: Sequence[finding.Prediction]) -> list[tuple[dict, bool]]:
+    """Return the record of each prediction that the user answered, and whether the answer was yes."""
+    if predictions:
+        console().print(
+            f"{finding.counted(len(predictions), 'prediction')} about this run: answer y if you agree, else n; "
+            "Enter alone skips the rest"
+        )
+    given = []
+    for one in predictions:
+        answer = ask(f"{one.text}?")
+        if answer is None:
+            break
+        given.append((one.record, answer))
+    return given
+
+
+def ask(question: str) -> bool | None:
+    """Return whether the answer that was typed at the terminal is yes; None for an empty one.
+
+    Raises BadInput at the end of the input.
+    """
     while True:
         out = console()
         shown = "\n".join(textwrap.wrap(question, max(20, out.width - len(" (y/n) y"))))
@@ -66,6 +86,8 @@ def ask(question: str) -> bool:
                 answer = input().strip().lower()
         except EOFError:
             raise BadInput("--guess: the answers ended before the questions") from None
+        if not answer:
+            return None
         if answer in ("y", "yes", "n", "no"):
             return answer.startswith("y")
         console().print("please answer y or n")

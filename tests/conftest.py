@@ -69,6 +69,7 @@ def pytest_configure():
     gc.set_threshold(200_000, 20, 100)
     sys.argv[0] = "read-trace"  # the name that errors begin with; else it is the name of what started the tests
     os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a report takes its width from it
+    os.environ["CI"] = "true"  # scripts that run at a pseudo-terminal ask no questions
 
 
 def pytest_unconfigure():

@@ -1,9 +1,11 @@
 """Every rung on the CPU: its files, its tag, its schedule and its trace."""
 
+import gzip
 import json
 import os
 import pty
 import re
+import subprocess
 import sys
 import warnings
 from dataclasses import FrozenInstanceError, replace
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, names, only_trace
+from references import H200
 
 import recompile
 from common import harness
@@ -359,12 +362,13 @@ def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
 
 def test_guess_at_a_terminal(tmp_path):
     """The real script under a pseudo-terminal asks first, and marks the answers afterwards."""
-    script = [sys.executable, "01_matmul_add.py", "--size", "256", "--device", "cpu", "--guess", "--out", str(tmp_path)]
+    script = [sys.executable, "01_matmul_add.py", "--size", "256", "--device", "cpu", "--out", str(tmp_path)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once
         pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
+        os.environ.pop("CI")
         os.execv(sys.executable, script)
     seen, answered = "", 0
     while True:
@@ -385,6 +389,61 @@ def test_guess_at_a_terminal(tmp_path):
     marks = re.sub(r"\x1b\[[\d;]*m", "", marks)
     marked = re.findall(r"^  (right|wrong)  .*?your guess: no; the trace: (yes|no)", marks, re.S | re.M)
     assert marked and all((mark == "right") == (told == "no") for mark, told in marked)
+
+
+def at_a_terminal(argv, typed, **env):
+    """Run a command under a pseudo-terminal. Type this once it asks, and return what it printed and its exit status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once
+        pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, *argv], {**os.environ, **env})
+    seen, asked = "", 0
+    while True:
+        try:
+            seen += os.read(terminal, 4096).decode(errors="replace")
+        except OSError:
+            break
+        if seen.count("(y/n)") > asked:
+            asked += 1
+            os.write(terminal, typed)
+    return re.sub(r"\x1b\[[\d;]*m", "", seen), os.waitpid(pid, 0)[1]
+
+
+@pytest.fixture
+def no_torch(tmp_path):
+    """Return the environment of a Python in which importing torch fails, and which is not that of CI."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "CI": ""}
+
+
+def test_a_lesson_is_played_on_another_machines_trace_without_torch(no_torch):
+    script = ["01_matmul_add.py", "--size", "64", "--on", "h200"]
+    seen, status = at_a_terminal(script, b"y\n", **no_torch)
+    stored = json.loads(gzip.decompress((H200 / "01_matmul_add/64_bf16_cold_eager.json.gz").read_bytes()))["lesson"]
+    assert status == 0 and "NVIDIA H200" in seen
+    _, _, marks = seen.partition("your guesses")
+    assert marks.count("your guess: yes") == len(stored["guesses"]) == seen.count("(y/n)")
+
+
+@pytest.mark.parametrize(("more", "env", "asked"), [
+    ((), {}, 1), (("--no-guess",), {}, 0), ((), {"CI": "true"}, 0),
+], ids=["Enter skips all", "--no-guess", "CI"])  # fmt: skip
+def test_questions_can_be_skipped(no_torch, more, env, asked):
+    seen, status = at_a_terminal(["02_linear.py", "--warmup", "--on", "h200", *more], b"\n", **no_torch | env)
+    assert (status, seen.count("(y/n)")) == (0, asked)
+    assert "your guesses" not in seen and "predictions hold" in " ".join(seen.split())
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (("--size", "65", "--on", "h200"), "there is no reference of 65_bf16_cold_eager.json in nvidia-h200"),
+    (("--on", "a100"), "--on a100: the machines are cpu, nvidia-h200"),
+], ids=["a run that was not recorded", "an unknown machine"])  # fmt: skip
+def test_a_lesson_that_was_not_recorded_is_refused_in_one_line(flags, says):
+    command = [sys.executable, "01_matmul_add.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_a_numbered_script_writes_its_page(run, tmp_path):

@@ -124,7 +124,9 @@ def main(argv=None):
         view = replace(view, steps_by=StepsBy.NOTHING if args.whole else args.steps)
     view = replace(view, process=args.process, left_out=args.left_out)
     if args.against:
-        args.traces.insert(0, reference_of(args.traces[0], args.against))
+        from tracereader.show import references
+
+        args.traces.insert(0, references.named(args.traces[0], args.against, "--against"))
     first, *others = args.traces
     if args.export is not None:
         from tracereader.show import export
@@ -361,22 +363,6 @@ def _as_ranks(args) -> bool:
 
             export.write_merged(content, args.export, args.force, args.traces, len(summary.ranks))
     return True
-
-
-def reference_of(path: Path, machine: str) -> Path:
-    """Return the committed trace of the same script and run on another machine. Raises BadInput."""
-    from tracereader.show import references
-
-    machines = references.machines()
-    if not machines:
-        raise BadInput("--against: the reference traces are in the repository, and only the reader is installed here")
-    found = [name for name in machines if machine.lower() in name.lower()]
-    recorded = {name: one for name in found if (one := references.of(path, name))}
-    if found and not recorded:
-        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {' or '.join(found)}")
-    if len(recorded) != 1:
-        raise BadInput(f"--against {machine}: the machines are {', '.join(recorded or machines)}")
-    return next(iter(recorded.values()))
 
 
 def entry() -> int:

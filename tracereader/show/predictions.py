@@ -6,12 +6,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tracereader import expect
-from tracereader.figures import Summary, summarize
+from tracereader.figures import Summary
 from tracereader.findings.finding import NO_GPU, Prediction, Verdict
 from tracereader.show import references
-from tracereader.show.text import head, paragraph, plain, shown_path
+from tracereader.show.text import head, paragraph, plain
 from tracereader.show.view import View
-from tracereader.trace import Trace, TraceError, read
+from tracereader.trace import Trace
 
 GPU_REFERENCE = "nvidia-h200"
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
@@ -42,8 +42,13 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
         if verdict.why_not and not verdict.holds:
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(decided) < len(answers):
-        about_gpu = [one for one, verdict in answers if verdict.evidence == NO_GPU]
-        _gpu_answers(out, about_gpu, summary, brief, more=bool(decided))
+        left = len(answers) - len(decided)
+        said = f"{_about_the_gpu(left, 'more ')}, and this run was on the CPU" if decided else ""
+        if references.of(Path(summary.source.trace), GPU_REFERENCE):
+            add = "the same command with --on h200 plays this lesson on the trace of an NVIDIA H200"
+            said = f"{said}: {add}" if said else add
+        if said:
+            paragraph(out, said, f"  {MARKS[None]}  ", " " * 7)
 
 
 def evidence_against(predictions: Sequence[Prediction], summary: Summary) -> str:
@@ -64,29 +69,3 @@ def _how_many_hold(answers: Sequence[tuple[Prediction, Verdict]], brief: bool) -
 
 def _about_the_gpu(count: int, more: str = "") -> str:
     return f"{count} {more}{'prediction is' if count == 1 else 'predictions are'} about the GPU"
-
-
-def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
-    """Print a GPU's reference trace's answers to predictions that a run on the CPU leaves open, perhaps as `more`."""
-    reference = references.of(Path(summary.source.trace), GPU_REFERENCE)
-    try:
-        gpu = reference and summarize(read(reference))
-    except TraceError:  # the answers of this run remain
-        gpu = None
-    left = f"{_about_the_gpu(len(predictions), 'more ')}, and this run was on the CPU" if more else ""
-    if gpu is None:
-        if left:
-            out.print(f"  {MARKS[None]}  {left}")
-        return
-    answers = [(one, one.ask(gpu)) for one in predictions]
-    on_gpu = f"In the reference trace of an {plain(gpu.source.devices[0])}"
-    opening = ". ".join([*[left] * more, on_gpu])
-    paragraph(out, f"{opening}, {_how_many_hold(answers, brief)}", "  ", "  ")
-    if not brief:
-        out.print(f"  {plain(shown_path(reference))}")  # on a line of its own, so that it can be copied
-    for one, verdict in answers:
-        if brief and verdict.holds is not False:
-            continue
-        paragraph(out, plain(one.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
-        if verdict.evidence and not verdict.holds:
-            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from tracereader.command import BadInput
+
+SHOWN = 8  # names of runs in a refusal
 FOLDER = Path(__file__).resolve().parents[2] / "traces/reference"
 
 
@@ -18,3 +21,22 @@ def of(path: Path, machine: str) -> Path | None:
     run = path.name.removesuffix(".gz").removesuffix(".json").removesuffix("_cpu")
     reference = FOLDER / machine / path.resolve().parent.name / f"{run}.json.gz"
     return reference if reference.is_file() else None
+
+
+def named(path: Path, machine: str, flag: str) -> Path:
+    """Return the trace of the same script and run on a machine, by a part of its name. Raises BadInput.
+
+    flag: the one that names the machine.
+    """
+    if not machines():
+        raise BadInput(f"{flag}: the reference traces are in the repository, and only the reader is installed here")
+    found = [name for name in machines() if machine.lower() in name.lower()]
+    recorded = {name: one for name in found if (one := of(path, name))}
+    if found and not recorded:
+        folders = [FOLDER / name / path.resolve().parent.name for name in found]
+        runs = sorted(one.name.removesuffix(".json.gz") for folder in folders for one in folder.glob("*.json.gz"))
+        there_are = f"; there are {', '.join(runs[:SHOWN])}" + ", and more" * (len(runs) > SHOWN) if runs else ""
+        raise BadInput(f"{flag} {machine}: there is no reference of {path.name} in {' or '.join(found)}{there_are}")
+    if len(recorded) != 1:
+        raise BadInput(f"{flag} {machine}: the machines are {', '.join(recorded or machines())}")
+    return next(iter(recorded.values()))
