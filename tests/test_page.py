@@ -256,6 +256,14 @@ def test_only_a_report_is_overwritten(tmp_path, capsys):
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_a_page_has_a_name_that_a_browser_opens(tmp_path, capsys):
+    target = tmp_path / "notes.txt"
+    assert cli.main([str(SHAPES), "--html", str(target)]) == 2
+    assert "ends in .html" in capsys.readouterr().err and not target.exists()
+    assert cli.main([str(SHAPES), "--html", str(target), "--force"]) == 0
+    assert "<html" in target.read_text()[:300]
+
+
 @pytest.mark.parametrize("other", [[], [str(MODULES)], ["--capture"]])
 def test_a_page_does_not_overwrite_a_trace_that_is_read(tmp_path, capsys, other):
     trace, link = tmp_path / "mine.json.gz", tmp_path / "link.json.gz"

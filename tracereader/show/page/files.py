@@ -9,6 +9,7 @@ from tracereader.show.atomic import replace, status_of
 from tracereader.show.page.html import MARK
 
 STDOUT = "-"
+ENDINGS = (".html", ".htm")
 
 
 def refuse_early(target: str, force: bool, traces: Iterable[Path] = ()) -> None:
@@ -20,6 +21,8 @@ def refuse_early(target: str, force: bool, traces: Iterable[Path] = ()) -> None:
         with open(target, "rb") as file:
             if file.read(len(MARK)) != MARK.encode():
                 raise BadInput(f"--html {target}: exists and is not a report of read-trace; --force overwrites it")
+    if Path(target).suffix.lower() not in ENDINGS and not force:
+        raise BadInput(f"--html {target}: a browser opens a file that ends in .html; --force writes to this name")
 
 
 def write(page: str, target: str, force: bool) -> int:
