@@ -488,3 +488,15 @@ def test_a_terminal_shows_what_is_done_with_a_trace(tmp_path, monkeypatch, capsy
     assert sorted(done, key=lambda one: next(n for n, text in enumerate(shown) if one in text)) == done
     assert said.endswith(progress.CLEAR_LINE)
     assert all(text == "" or text.startswith("a\ufffd.json: ") for text in shown)
+
+
+def test_a_step_that_no_change_makes_shorter_is_compared_with_the_hardware(capsys):
+    """The product of two 4096 x 4096 matrices at the H200's 989 TFLOP/s, and the sum of two at its 4.8 TB/s."""
+    path = H200 / "01_matmul_add/4096_bf16_warm_eager_shapes.json.gz"
+    assert cli.main([str(path), "--only", "short,try"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    step = float(re.search(r"steps of ([\d.]+) µs", said)[1])
+    least = 2 * 4096**3 / 989e6 + 3 * 2 * 4096**2 / 4.8e6
+    assert "the kernels of known sizes (100% of the GPU time)" in said
+    share = int(re.search(r"would take (\d+)% of the step, mostly at the arithmetic peak", said)[1])
+    assert share == pytest.approx(100 * least / step, abs=1)

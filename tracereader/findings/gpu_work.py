@@ -6,6 +6,7 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.regime import MUCH_KNOWN
 from tracereader.findings import finding as words
 from tracereader.findings.finding import COMPILE, CPU, GPU, NO_GPU, TABLE, TREE, Verdict, counted, finding, listed
 from tracereader.trace.kernel_names import short
@@ -337,3 +338,21 @@ def few_blocks(summary: Summary) -> Verdict:
 def _has_few_blocks(one: GpuWork, sms: int) -> bool:
     is_long = one.kind == "kernel" and one.family != "communication" and one.us >= LONG_US
     return is_long and one.grid is not None and 0 < math.prod(one.grid) < sms / 2
+
+
+def at_the_roofs(summary: Summary) -> str:
+    """Return how much of the step its kernels would take at the device's peaks; "" if few sizes are known."""
+    known = [one for one in summary.gpu_work if one.of_roof is not None]
+    known_us, least = sum(one.us for one in known), sum(one.us * min(1.0, one.of_roof) for one in known)
+    step = summary.unprofiled_step_us or summary.recorded_step_us
+    if known_us <= MUCH_KNOWN * summary.summed_us or not step:
+        return ""
+    us = Counter()
+    for one in known:
+        us[one.roof] += one.us * one.of_roof
+    ((roof, _),) = us.most_common(1)
+    share, limit = known_us / summary.summed_us, words.ROOFS[roof][0]
+    return (
+        f"At the data sheet's peaks, the kernels of known sizes ({share:.0%} of the GPU time) would take "
+        f"{least / step:.0%} of the step, mostly at the {limit}."
+    )
