@@ -1,3 +1,13 @@
 """Reads any trace of PyTorch's profiler, without torch."""
 
 __version__ = "0.2.0"
+__all__ = ["Run", "TraceError", "__version__", "compare", "read"]
+
+
+def __getattr__(name: str):
+    """Return a public name. The command imports this package, too, and needs none of them."""
+    if name in __all__:
+        from tracereader import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'tracereader' has no attribute {name!r}")

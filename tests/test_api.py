@@ -1,0 +1,104 @@
+"""The reader from Python: import tracereader. Figures are compared with raw events and with --json."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from raw_events import raw_steps
+from references import CHANGES, ROOT
+from test_opportunities import raw_events
+
+import tracereader
+from tracereader import cli
+from tracereader.command import BadInput
+
+EAGER, GRAPH = CHANGES / "vit/eager.json.gz", CHANGES / "vit/graph.json.gz"
+
+
+@pytest.fixture(scope="module")
+def run():
+    return tracereader.read(EAGER)
+
+
+@pytest.fixture(scope="module")
+def told():
+    command = [sys.executable, "-m", "tracereader", str(EAGER), "--json"]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_run_has_the_figures_of_json(run, told):
+    assert (run.step_us, run.unprofiled_step_us, run.regime) == (
+        told["recorded_step_us"], told["unprofiled_step_us"], told["waits_for"],
+    )  # fmt: skip
+    assert [one.name for one in run.kernels] == [one["name"] for one in told["kernels"]]
+    assert [(one.change, one.saves_us) for one in run.opportunities] == [
+        (one["change"], one["saves_us"]) for one in told["opportunities"]
+    ]
+
+
+def test_the_tables_agree_with_the_raw_events(run):
+    events = raw_events(EAGER)
+    marks = raw_steps(events)
+    assert [one.name for one in run.steps] == [one["name"] for one in marks]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    assert sum(one.count for one in run.kernels) == len(kernels)
+    assert sum(one.total_us for one in run.kernels) == pytest.approx(sum(e["dur"] for e in kernels))
+    mark = next(one for one in marks if one["name"] == run.summary.typical_step)
+    inside = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < mark["ts"] + mark["dur"]]
+    for op in run.ops:
+        assert op.calls == sum(e["name"] == op.name for e in inside)
+
+
+def test_the_texts_are_those_of_the_command(run, capsys):
+    assert cli.main([str(EAGER)]) == 0
+    assert run.report() == capsys.readouterr().out
+    assert cli.main([str(EAGER), str(GRAPH)]) == 0
+    assert tracereader.compare(run, tracereader.read(GRAPH)) == capsys.readouterr().out
+
+
+def test_a_page_is_written_once(run, tmp_path):
+    run.page(tmp_path / "page.html")
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(BadInput):
+        run.page(tmp_path / "mine.html")
+    assert "<html" in (tmp_path / "page.html").read_text()[:300]
+    assert run._repr_html_().startswith("<iframe srcdoc=") and '"overhead' not in run._repr_html_()[:200]
+
+
+def test_a_file_that_is_no_trace_is_told(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(tracereader.TraceError):
+        tracereader.read(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="there are kernels, ops, steps, opportunities"):
+        tracereader.read(EAGER)._rows("nothing")
+
+
+@pytest.mark.parametrize(
+    ("module", "make"), [("pandas", "to_pandas"), ("polars", "to_polars"), ("pyarrow", "to_arrow")]
+)
+def test_tables_are_data_frames(run, module, make):
+    pytest.importorskip(module)
+    frame = getattr(run, make)("ops")
+    assert len(frame) == len(run.ops)
+
+
+def test_the_example_of_the_readme_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (example,) = re.findall(r"```python\n(import tracereader.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(example, {})  # the example is this repository's own
+    printed = capsys.readouterr().out
+    assert printed.startswith("overhead ") and "the second is 7.8 times as fast" in printed
+
+
+def test_nothing_else_is_public():
+    assert set(tracereader.__all__) == {"Run", "TraceError", "__version__", "compare", "read"}
+    with pytest.raises(AttributeError, match="no attribute 'figure'"):
+        _ = tracereader.figure
+
+
+def test_the_command_does_not_pay_for_it():
+    code = "import sys, tracereader, tracereader.command; print('tracereader.api' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
