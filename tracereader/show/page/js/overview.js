@@ -59,13 +59,15 @@ function opportunities(data, pick) {
       const unprofiled = one.unprofiled_step_us_after !== null;
       const [low, high] = (one.estimated_savings || []).map(part => share(part));
       const range = low === high ? high : `${low.replace("%", "")} to ${high}`;
+      const [least, most] = one.estimated_savings || [one.share, one.share];
       const [before, after] = unprofiled ? [one.unprofiled_step_us, one.unprofiled_step_us_after] : [one.step_us, one.step_us_after];
       const shows = one.kernels.length > 0 && data.hasTimeline;
       return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
         el("div", {class: "gain"},
           one.is_unknown ? el("b", {}, "not known from one rank")
             : [el("b", {}, one.estimated_savings ? range : saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`)],
-          !one.is_unknown && el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * (one.estimated_savings?.[1] ?? one.share)}%`}))),
+          !one.is_unknown && el("span", {class: "meter", "aria-hidden": "true"},
+            el("span", {width: `${100 * least}%`}), el("span", {class: "maybe", width: `${100 * (most - least)}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
           !one.is_unknown && one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
