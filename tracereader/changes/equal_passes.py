@@ -14,6 +14,7 @@ from tracereader.changes import prices
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import as_one_kernel_us, moving_us
+from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, in_backward, kept_by_step
 from tracereader.figures.repeats import repeated_names
@@ -105,7 +106,11 @@ def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list
 
 
 def _allowed(trace: Trace, step: Step) -> list[Loop]:
-    """Return the loops of a step whose passes may be computed at once, as far as the trace shows."""
+    """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
+
+    A pipeline passes its batch on in parts. An optimizer or a loader makes passes depend on each other. A batch norm in
+    training computes other statistics of the whole batch.
+    """
     found = loops(trace, step)
     if not found:
         return []
@@ -114,7 +119,8 @@ def _allowed(trace: Trace, step: Step) -> list[Loop]:
     return [
         loop
         for loop in found
-        if _launched_from(trace, step, loop.starts[-1], loop.end)[1]
+        if (work := _launched_from(trace, step, loop.starts[-1], loop.end)[1])
+        and not any(map(is_communication, work))
         and not any(loop.starts[0] <= time < loop.starts[-1] for time in (*apart, *norms))
         and not _recurs(step, loop)
     ]
