@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,21 @@ def test_no_saving_is_computed_beside_busy_programs(capsys):
     assert cli.main([str(disturbed), "--only", "try"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "because other programs probably used the CPU's cores" in told and "probably using the CPU's cores" in told
+
+
+@pytest.mark.parametrize("name", ["loader_inline", "one_worker"])
+def test_a_wait_for_the_loader_is_the_headline_and_a_part_of_the_step(name, capsys):
+    path = file_of(name)
+    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    typical = summarize(read(path)).typical_step
+    mark = next(e for e in events if e["name"] == typical and e["cat"] == "user_annotation")
+    loads = [
+        e for e in events
+        if e["name"].startswith("enumerate(DataLoader)") and mark["ts"] <= e["ts"] < mark["ts"] + mark["dur"]
+    ]  # fmt: skip
+    share = sum(e["dur"] for e in loads) / mark["dur"]
+    assert cli.main([str(path), "--only", "short,cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"CPU only. The step waits for the DataLoader's next batch for {share:.0%} of its time" in said
+    table = said.partition("where the step goes")[2]
+    assert sum(map(float, re.findall(r"(\d+\.\d)%", table))) == pytest.approx(100, abs=0.6)

@@ -219,6 +219,9 @@ def reached(work: Sequence[GpuWork | CpuWork]) -> float:
 def _on_cpu(summary: Summary) -> tuple[str, str]:
     """Return what limits a step without GPU work (outside: time in no recorded op), and a sentence with the figures."""
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
+    loading = summary.training.loading
+    if loading is not None and loading.share > MUCH_WAITING:
+        return "cpu-only", f"the step waits for the DataLoader's next batch for {loading.share:.0%} of its time"
     for one in summary.cpu.work:
         if one.of_roof is not None:
             groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
@@ -248,6 +251,8 @@ def _costliest_op(summary: Summary) -> str:
     return f"{own[name] / step_us:.0%} of the step is self time of {name}"
 
 
+# A DataLoader's wait is what limits a step on the CPU from this share of the step on.
+MUCH_WAITING = 0.3
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
 WAITS = re.compile(rf"{MAY_WAIT.pattern}|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
 # A cause with this share of a step's additional time explains it.

@@ -316,8 +316,12 @@ def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
     rows = [(Name(named[name]), *figures) for name, *figures in shown]
     if rest:
         rows.append((others(rest), sum(own for _, own, _, _ in rest), None, sum(calls for *_, calls in rest)))
-    if summary.cpu.outside_ops and step_us:
-        rows.append(("in no recorded op", summary.cpu.outside_ops * step_us, None, None))
+    outside_us = (summary.cpu.outside_ops or 0.0) * step_us
+    waiting_us = step_us - outside_us - sum(own for _, own, *_ in times)
+    if summary.training.loading and one_thread and waiting_us > 0:
+        rows.append(("the DataLoader, outside its ops", waiting_us, None, None))
+    if outside_us:
+        rows.append(("in no recorded op", outside_us, None, None))
     unit = _unit_of_the_step(summary)
     cells = [
         (name, unit(own), f"{own / step_us:.1%}" if step_us else "", unit(total) if total is not None else "",
