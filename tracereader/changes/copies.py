@@ -80,11 +80,19 @@ def no_recompute(case: Case) -> Proposal | None:
 
 
 def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
-    """Return the spans from the first to the last of these ops within each parent op of the backward."""
+    """Return the spans of these ops within each parent op of the backward.
+
+    A span has the checkpoint's own calls: from the parent's start, until its next op begins or it ends.
+    """
     by_parent = defaultdict(list)
     for op in ops:
         by_parent[id(op.parent)].append(op)
-    return [(some[0].track, min(op.start for op in some), max(op.end for op in some)) for some in by_parent.values()]
+    found = []
+    for some in by_parent.values():
+        parent, last = some[0].parent, max(op.end for op in some)
+        end = min((op.start for op in parent.children if op.start >= last), default=parent.end)
+        found.append((some[0].track, parent.start, end))
+    return found
 
 
 def _follows_overlap_copies(before: Side, after: Side) -> bool:
