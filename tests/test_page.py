@@ -21,6 +21,7 @@ from tracereader.show.limits import limit_of
 TRAINING = ROOT / "tests/traces/models/gpt2_train.json.gz"
 MODULES = ROOT / "tests/traces/models/bert_modules.json.gz"
 MEMORY = ROOT / "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_eager_active1_memory.json.gz"
+CPU_TRACE = ROOT / "tests/traces/cpu/one_worker.json.gz"
 SHAPES = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
 ON_CPU = ROOT / "tests/traces/attention_cpu_naive.json.gz"
 RANKS = sorted((ROOT / "tests/traces/ranks").glob("ddp_straggler_rank*.json.gz"))
@@ -105,6 +106,14 @@ def test_the_top_of_the_page_has_the_parts_of_a_step_that_the_report_has(trace, 
     assert 1 - sum(idle.values()) / whole == pytest.approx(head["busy_share"])
     for name, us in idle.items():
         assert re.search(rf"^{name} +[\d.]+ +{100 * us / whole:.1f}%$", report, re.M)
+
+
+@pytest.mark.parametrize("trace", [SHAPES, TRAINING, CPU_TRACE], ids=["GPU", "training", "CPU"])
+def test_the_page_has_everything_that_the_terminal_says(trace, pages, capsys):
+    figures = json.loads(block(pages(trace), "figures"))
+    capsys.readouterr()  # what writing the page printed
+    assert cli.main([str(trace)]) == 0
+    assert figures["report"] == capsys.readouterr().out
 
 
 def test_the_page_explains_gpu_time_that_is_longer_than_the_step(pages):

@@ -82,7 +82,7 @@ class Run:
 
     def report(self, everything: bool = False) -> str:
         """Return the text of `read-trace`. everything: as with --all."""
-        return _printed(lambda: report.explain(self.trace, self.summary, View(all=everything)))
+        return report.as_text(self.trace, self.summary, View(all=everything))
 
     def page(self, file: str | Path, force: bool = False) -> None:
         """Write the page of `read-trace --html`. Raises BadInput, as that does."""
@@ -144,11 +144,7 @@ def compare(before: Run, after: Run) -> str:
     """Return the text of `read-trace BEFORE AFTER`: what changed from the first run to the second one."""
     view = View()
     proposed = comparison.proposed_by(before.trace, before.summary, view)
-    return _printed(lambda: comparison.side_by_side([before.summary, after.summary], view, False, [proposed]))
-
-
-def _printed(show) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        show()
+        comparison.side_by_side([before.summary, after.summary], view, False, [proposed])
     return out.getvalue()

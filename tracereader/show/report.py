@@ -1,6 +1,7 @@
 """The report of one trace."""
 
 import contextlib
+import io
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -94,13 +95,25 @@ def explain_file(path: Path, view: View) -> Summary:
     return summary
 
 
-def explain(trace: Trace, summary: Summary, view: View) -> None:
-    """Print the report of one trace: the answer first, the evidence below it."""
+def as_text(trace: Trace, summary: Summary, view: View, changes: Sequence[Opportunity] | Refused | None = None) -> str:
+    """Return what explain() prints into a pipe."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        explain(trace, summary, view, changes)
+    return out.getvalue()
+
+
+def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opportunity] | Refused | None = None) -> None:
+    """Print the report of one trace: the answer first, the evidence below it.
+
+    changes: what opportunities() returned, if it has been called already.
+    """
     predicted = predictions.predictions_of(trace)
     wanted = _wanted(summary, bool(predicted), view)
     step = trace.steps[summary.typical_index]
     with _progress_of(trace.path) as show:
-        changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
+        if changes is None:
+            changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     limit = f"{at_the_roofs(summary)} {steps.longest_waits(summary)}".strip()
     if not (summary.source.shapes_recorded or summary.source.facts.script) and summary.has_gpu_work:

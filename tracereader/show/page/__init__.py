@@ -28,8 +28,10 @@ def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Prediction], meas
     slices, chunks = timeline.packed(trace, data.numbers_of_pieces(trace, summary))
     slices = data.described(slices, data.decoded_names(trace), data.pieces(summary), summary.chosen.number)
     held = data.holds([trace.host], slices)
-    figures = data.figures(trace, summary, opportunities(trace, summary), guesses)
-    return html.assembled({**figures, "measured": measured, "holds": held}, slices, chunks), held
+    found = opportunities(trace, summary)
+    told = report.as_text(trace, summary, View(), found)
+    figures = {**data.figures(trace, summary, found, guesses), "report": told, "measured": measured, "holds": held}
+    return html.assembled(figures, slices, chunks), held
 
 
 def of_file(file: Path, view: View, measured: dict | None = None) -> Page:

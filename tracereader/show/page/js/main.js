@@ -3,7 +3,7 @@
 const SECTIONS = [
   ["overview", "Overview"], ["measured", "Measured"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
   ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
-  ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["heat", "Ranks by steps"], ["rank-list", "Ranks"],
+  ["memory", "Memory"], ["patterns", "Patterns"], ["report", "As text"], ["predicted", "Predicted"], ["heat", "Ranks by steps"], ["rank-list", "Ranks"],
   ["collectives", "Collectives"], ["messages", "Messages"], ["changes", "What changed"],
 ];
 
@@ -41,7 +41,7 @@ function tracePage(data, root) {
   const parts = [
     overview(data), measuredSection(data), opportunities(data, pickChange), data.hasTimeline && place, guessesSection(data), timeSection(data),
     stepsSection(data, data.hasTimeline && goTo), kernels?.node, rooflineSection(data, pickKernel), opsSection(data, pickKernel),
-    modulesSection(data), memorySection(data), patternsSection(data), about(data),
+    modulesSection(data), memorySection(data), patternsSection(data), reportSection(data), about(data),
   ];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
 
@@ -66,6 +66,12 @@ function tracePage(data, root) {
     kernels?.draw();
   }
   addEventListener("hashchange", () => { if (timeline) applyAddress(); });
+}
+
+// All that read-trace prints, also what has no section of its own on the page.
+function reportSection(data) {
+  return el("section", {id: "report"}, el("h2", {}, "The report as text"),
+    el("details", {}, el("summary", {}, "What read-trace prints of this trace"), el("pre", {tabindex: "0"}, data.report)));
 }
 
 function timelinePlace() {
