@@ -387,7 +387,8 @@ def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
     code = f"{LOOP.replace('optimizer =', '# ')}{code}one = threading.Thread(target=serve); one.start(); one.join()"
     found, traces = recorded(tmp_path, f"{code}\nprint('end')", "--continue")
     assert (found.returncode, found.stdout) == (0, "end\n"), found.stderr
-    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
+    calls = calls_in_each_step(*traces.values(), "aten::linear")
+    assert set(calls) == {1} and len(calls) >= 4  # more where a busy machine makes some steps slow
 
 
 @pytest.mark.exhaustive

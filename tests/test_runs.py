@@ -330,6 +330,6 @@ def test_a_terminal_shows_that_torch_is_imported(monkeypatch, tmp_path, terminal
     monkeypatch.setattr(sys, "argv", [str(ROOT / "x.py")])
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.delitem(sys.modules, "torch")
-    answer_before_torch(lambda: SimpleNamespace(out=tmp_path, script="x"), str(Path(ROOT / "x.py")))
+    answer_before_torch(lambda: SimpleNamespace(out=tmp_path, script="x", on=None), str(Path(ROOT / "x.py")))
     assert stream.getvalue().startswith("importing torch") is terminal
     assert stream.getvalue().count("\n") == terminal

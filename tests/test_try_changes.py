@@ -1093,8 +1093,8 @@ def test_a_checkpointed_program_gives_the_same_losses_without_checkpoints(tmp_pa
 
 @pytest.mark.gpu
 def test_a_program_becomes_faster_on_a_gpu(tmp_path, scratch):
-    """The ViT's inference took 5.01 ms on an H100, and 2.09 with three changes together."""
-    flags = ["--json", "--minutes", "3", "--only", "compile_reduce_overhead,tf32"]
+    """The ViT's inference took 4.25 ms on an H100, and 1.95 with both changes. Few runs may not be beyond the noise."""
+    flags = ["--json", "--minutes", "5", "--only", "compile_reduce_overhead,tf32"]
     ran = start(flags, [sys.executable, ROOT / "benchmarks/programs/vit.py"], tmp_path, scratch)
     printed, said = ran.communicate()
     assert ran.returncode == 0, said

@@ -412,7 +412,7 @@ def _skip(results, group, programs):
 def _squeeze(path):
     """Replace a trace by a compressed one without the arguments that nobody reads, as a whole or not at all."""
     document = json.loads(path.read_bytes())
-    for event in document["traceEvents"]:
+    for event in document.get("traceEvents", ()):
         for name in NOT_READ:
             event.get("args", {}).pop(name, None)
     part = path.with_suffix(".part")

@@ -361,7 +361,7 @@ def no_mask_tensor(case: Case) -> Proposal | None:
 
     Without it, forward and backward take the time of a good kernel for the whole matrix of scores.
     """
-    if case.peaks is None:
+    if case.peaks is None or not case.has(MASK_IS_FOURTH.__contains__):
         return None
     shorter, made, good, masks = {}, {}, 0.0, Counter()
     computed, backward = set(), []

@@ -93,7 +93,7 @@ def largest_first(case: Case) -> Proposal | None:
 
     What works on whole rows from a sort to the next product or convolution then works on the few values.
     """
-    if case.trace.trains:
+    if case.trace.trains or not case.has(SORTS.__eq__):
         return None
     row, longest, sorts, shorter = None, 0, 0, {}
     for work, one, op in case.activities:
