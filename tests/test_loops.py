@@ -70,7 +70,7 @@ def test_equal_passes_on_slices_are_computed_at_once():
     assert first_of_batch == list(range(24))
     starts = sorted(min(e["ts"] for e in slices if e["args"]["Concrete Inputs"][2] == str(k)) for k in first_of_batch)
     one = priced_changes(file_of("loops/passes"))["larger_batch"]
-    assert one.evidence.startswith("24 passes compute with one part of a tensor of 24 each")
+    assert one.evidence.startswith("24 passes compute with one of the 24 parts of a tensor each")
     assert one.saves_us == pytest.approx(starts[-1] - starts[0], rel=0.1)
 
 

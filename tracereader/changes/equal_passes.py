@@ -158,11 +158,12 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
         dim, place = _part(op)
         if place is not None and (op.parent is None or op.parent.kind != "op") and not in_backward(op):
             taken[op.track, op.name, dim, tuple(op.inputs.dims[0])].append((place, op))
-    for (_, _, dim, dims), calls in taken.items():
+    for (_, name, dim, dims), calls in taken.items():
         for run in _ascending(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
             if dim == 0 or (begins and own):
-                yield from _loop(run, f"one part of a tensor of {dims[dim]:,}")
+                parts = f"one of the {dims[dim]:,} parts of a tensor"
+                yield from _loop(run, "what equals one of several values" if name == COMPARES else parts)
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -177,7 +178,7 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
         _, pieces, times = found = repeated_names([one.name for one in after]) or (0, 0, 0)
         if parts - 1 <= times <= parts:
             firsts = [after[found[0] + number * pieces] for number in range(times)]
-            yield from _loop([one.launch.outermost_call() for one in firsts], f"one of the {parts} parts of a tensor")
+            yield from _loop([one.launch.outermost_call() for one in firsts], f"one of the {parts:,} parts of a tensor")
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
