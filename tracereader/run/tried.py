@@ -18,9 +18,12 @@ NOISY = 0.05  # a machine on which equal runs differ by more is said to be noisy
 
 
 def show_list(candidates: Sequence[Candidate]) -> None:
-    """Print each change that can be tried, and the changes of read-trace that it follows."""
-    rows = [[one.key, one.title, ", ".join(one.follows) or "–"] for one in candidates]
-    print_columns(console(), ["key", "change", "follows in read-trace"], rows, left=(0, 1, 2))
+    """Print the key of each change that can be tried, its title, and the proposals of read-trace that lead to it."""
+    out, width = console(), max(len(one.key) for one in candidates) + 2
+    out.print(f"{'key':{width}}change (the proposals of read-trace that lead to it)")
+    for one in candidates:
+        proposals = f" ({', '.join(one.follows)})" if one.follows else ""
+        paragraph(out, plain(f"{one.title}{proposals}"), f"{one.key:{width}}", " " * width)
 
 
 def saved_text(found: Saving) -> str:
