@@ -782,6 +782,70 @@ def test_a_run_that_is_clearly_slower_ends_after_a_few_steps():
     assert steps_until_the_end(0.3, slow_us=400_000) == steps_until_the_end(0.3) == 17
 
 
+class FakeCuda:
+    """A GPU whose events cost the CPU some time, and whose clock is that of the CPU."""
+
+    def __init__(self, clock, event_s):
+        self.clock, self.event_s, self.events, self.capturing = clock, event_s, 0, False
+
+    def is_initialized(self):
+        return True
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def synchronize(self):
+        pass
+
+    def Event(self, enable_timing):
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def record(self):
+        self.cuda.events += 1
+        self.cuda.clock[0] += self.cuda.event_s
+        self.at = self.cuda.clock[0]
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+def measured_on_a_gpu(step_s, event_s=25e-6, capture_at=None):
+    """Return the measured steps (µs), and how many events were recorded."""
+    spec = importlib.util.spec_from_file_location("measuring", ROOT / "tracereader/run/inside/measuring.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    clock = [0.0]
+    cuda = FakeCuda(clock, event_s)
+    module.time = types.SimpleNamespace(perf_counter=lambda: clock[0])
+    measuring = module.Measuring(types.SimpleNamespace(cuda=cuda), most=60)
+    measuring.seconds = 1.0
+    while not (measuring.measuring and measuring.enough):
+        clock[0] += step_s
+        cuda.capturing = measuring.measuring and measuring.steps == capture_at
+        measuring.ended()
+        if measuring.ready and not measuring.measuring:
+            measuring.begin()
+    return measuring.finish(), cuda.events
+
+
+def test_short_steps_on_a_gpu_share_an_event():
+    """An event of 25 µs for each step of 50 µs would make it half as long again."""
+    steps, events = measured_on_a_gpu(50e-6)
+    assert set(map(round, steps)) == {51} and len(steps) >= 40 and events <= 4
+    steps, events = measured_on_a_gpu(10e-3)
+    assert set(map(round, steps)) == {10_025} and events == len(steps) + 1
+
+
+def test_steps_are_timed_by_the_cpu_if_a_graph_is_captured():
+    steps, _ = measured_on_a_gpu(10e-3, capture_at=20)
+    assert len(steps) == 60 and max(steps) < 10_100
+
+
 def without_others(busy_s, helpers, marks):
     """Return the steps without others, where the CPUs were busy for so long, and helpers had them for so long (s)."""
     spec = importlib.util.spec_from_file_location("contention", ROOT / "tracereader/run/inside/contention.py")
