@@ -13,9 +13,10 @@ from rich.markup import escape
 from tracereader import interrupts, progress
 from tracereader.command import BadInput
 from tracereader.findings import finding
-from tracereader.show.text import console
+from tracereader.show.text import console, paragraph
 
 SHOW_CURSOR = "\x1b[?25h"
+BOOKKEEPING = ("records_steps",)  # which steps a schedule records is nothing to guess
 
 
 @contextlib.contextmanager
@@ -58,13 +59,13 @@ def _counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Calla
 
 def answers(predictions: Sequence[finding.Prediction]) -> list[tuple[dict, bool]]:
     """Return the record of each prediction that the user answered, and whether the answer was yes."""
-    if predictions:
-        console().print(
-            f"{finding.counted(len(predictions), 'prediction')} about this run: answer y if you agree, else n; "
-            "Enter alone skips the rest"
-        )
+    asked = [one for one in predictions if one.record["guess"] not in BOOKKEEPING]
+    if asked:
+        count = finding.counted(len(asked), "prediction")
+        told = f"{count} about this run: answer y if you agree, else n; Enter alone skips the rest"
+        paragraph(console(), told)
     given = []
-    for one in predictions:
+    for one in asked:
         answer = ask(f"{one.text}?")
         if answer is None:
             break
