@@ -84,6 +84,16 @@ def test_tables_are_data_frames(run, module, make):
     assert len(frame) == len(run.ops)
 
 
+def test_ranks_are_read_together(tmp_path):
+    files = sorted((ROOT / "tests/traces/h200-x2/accumulated_fsdp1_once").glob("rank?.json.gz"))
+    command = [sys.executable, "-m", "tracereader", *map(str, files), "--json"]
+    told = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    ranks = tracereader.read_ranks(files)
+    assert ranks.world_size == told["world_size"] and len(ranks.matched) == told["collectives"]
+    with pytest.raises(tracereader.TraceError):
+        tracereader.read_ranks(tmp_path)
+
+
 def test_the_example_of_the_readme_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (example,) = re.findall(r"```python\n(import tracereader.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -93,7 +103,7 @@ def test_the_example_of_the_readme_runs(monkeypatch, capsys):
 
 
 def test_nothing_else_is_public():
-    assert set(tracereader.__all__) == {"Run", "TraceError", "__version__", "compare", "read"}
+    assert set(tracereader.__all__) == {"Run", "TraceError", "__version__", "compare", "read", "read_ranks"}
     with pytest.raises(AttributeError, match="no attribute 'figure'"):
         _ = tracereader.figure
 

@@ -1,7 +1,7 @@
 """Reads any trace of PyTorch's profiler, without torch."""
 
 __version__ = "0.2.0"
-__all__ = ["Run", "TraceError", "__version__", "compare", "read"]
+__all__ = ["Run", "TraceError", "__version__", "compare", "read", "read_ranks"]
 
 
 def __getattr__(name: str):

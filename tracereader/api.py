@@ -1,4 +1,4 @@
-"""The reader from Python. What is public is what `tracereader` exports: read, compare, Run and TraceError.
+"""The reader from Python. What is public is what `tracereader` exports: read, read_ranks, compare, Run, TraceError.
 
 Times are in µs and shares run from 0 to 1. A value is None if the trace does not show it.
 """
@@ -6,6 +6,7 @@ Times are in µs and shares run from 0 to 1. A value is None if the trace does n
 import contextlib
 import html
 import io
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -15,17 +16,19 @@ from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import KernelTimes
+from tracereader.figures.ranks import RanksSummary
 from tracereader.figures.steps import StepFacts
 from tracereader.replay import Refused
-from tracereader.show import comparison, report
+from tracereader.show import comparison, ranks, report
 from tracereader.show import page as pages
 from tracereader.show.predictions import predictions_of
 from tracereader.show.view import View
 from tracereader.trace import Trace, TraceError
 from tracereader.trace.capture import read_with_captures
+from tracereader.trace.document import in_folder
 from tracereader.trace.marks import StepsBy
 
-__all__ = ["Run", "TraceError", "compare", "read"]
+__all__ = ["Run", "TraceError", "compare", "read", "read_ranks"]
 
 
 class OpRow(msgspec.Struct, frozen=True):
@@ -138,6 +141,16 @@ def read(file: str | Path, *, steps: str | None = None, whole: bool = False, cap
     by = StepsBy.NOTHING if whole else steps or StepsBy.FOUND
     trace = read_with_captures(Path(file), tuple(map(Path, captures)), steps_by=by)
     return Run(trace, summarize(trace))
+
+
+def read_ranks(files: str | Path | Iterable[str | Path]) -> RanksSummary:
+    """Return the measurements of one run's ranks, read together: a folder with their traces, or the traces.
+
+    Raises TraceError if a folder has no traces, and BadInput if none of them is one of a rank.
+    """
+    paths = in_folder(Path(files)) if isinstance(files, str | Path) else list(map(Path, files))
+    summary, _ = ranks.opened(paths, View())
+    return summary
 
 
 def compare(before: Run, after: Run) -> str:
