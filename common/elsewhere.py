@@ -17,7 +17,8 @@ def play(args, tag: str) -> None:
     path = references.named(Path(args.script) / f"{tag}.json", args.on, "--on")
     view = View.of(args, brief=True)
     trace, summary = report.opened(path, view)
-    given = screen.answers(predictions_of(trace)) if args.asks else []
+    predicted = predictions_of(trace)
+    given = screen.answers(predicted) if args.asks else []
     console().print(f"{', '.join(map(plain, trace.devices)) or 'CPU'} · {plain(shown_path(path))}")
     report.explain(trace, summary, view)
     if given:
@@ -25,4 +26,8 @@ def play(args, tag: str) -> None:
     if args.html is not None:
         from tracereader.show import page
 
-        page.write(page.of_file(path, view), args.html, args.force)
+        page.write(page.of_trace(trace, summary, predicted), args.html, args.force)
+    if args.open:
+        from tracereader.show import perfetto
+
+        perfetto.hand_over(path)

@@ -761,20 +761,25 @@ def test_a_run_that_looks_names_the_lines_of_the_program(forked):
 # When a run ends.
 
 
-def steps_until_the_end(step_s, slow_us=None):
-    """Return how many steps a run makes, with a clock that only the steps move."""
+def measuring_until_the_end(step_s, clock, cuda=None, capture_at=None, **more):
+    """Return a run's Measuring when it has enough steps, with a clock that only the steps and a GPU's events move."""
     spec = importlib.util.spec_from_file_location("measuring", ROOT / "tracereader/run/inside/measuring.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    clock = [0.0]
     module.time = types.SimpleNamespace(perf_counter=lambda: clock[0])
-    measuring = module.Measuring(types.SimpleNamespace(cuda=None), slow_us=slow_us)
+    measuring = module.Measuring(types.SimpleNamespace(cuda=cuda), **more)
     while not (measuring.measuring and measuring.enough):
         clock[0] += step_s
+        if cuda is not None:
+            cuda.capturing = measuring.measuring and measuring.steps == capture_at
         measuring.ended()
         if measuring.ready and not measuring.measuring:
             measuring.begin()
-    return measuring.steps
+    return measuring
+
+
+def steps_until_the_end(step_s, slow_us=None):
+    return measuring_until_the_end(step_s, [0.0], slow_us=slow_us).steps
 
 
 def test_a_run_that_is_clearly_slower_ends_after_a_few_steps():
@@ -816,21 +821,9 @@ class FakeEvent:
 
 def measured_on_a_gpu(step_s, event_s=25e-6, capture_at=None):
     """Return the measured steps (µs), and how many events were recorded."""
-    spec = importlib.util.spec_from_file_location("measuring", ROOT / "tracereader/run/inside/measuring.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     clock = [0.0]
     cuda = FakeCuda(clock, event_s)
-    module.time = types.SimpleNamespace(perf_counter=lambda: clock[0])
-    measuring = module.Measuring(types.SimpleNamespace(cuda=cuda), most=60)
-    measuring.seconds = 1.0
-    while not (measuring.measuring and measuring.enough):
-        clock[0] += step_s
-        cuda.capturing = measuring.measuring and measuring.steps == capture_at
-        measuring.ended()
-        if measuring.ready and not measuring.measuring:
-            measuring.begin()
-    return measuring.finish(), cuda.events
+    return measuring_until_the_end(step_s, clock, cuda, capture_at, most=60).finish(), cuda.events
 
 
 def test_short_steps_on_a_gpu_share_an_event():

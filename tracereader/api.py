@@ -58,7 +58,7 @@ class Run:
 
     @property
     def regime(self) -> str | None:
-        """Return what limits the steps, as --json names it: overhead, compute, memory, gpu ...."""
+        """Return what limits the steps, as --json names it: overhead, compute, memory, gpu and others."""
         return self.summary.waits_for
 
     @property

@@ -107,14 +107,9 @@ class _Block(nn.Module):
         return x + self.mlp(x)
 
 
-def masked_decoder(change):
-    """A decoder is trained in bf16 with a causal mask that is a tensor of numbers."""
-    length, width = size(2048, 32), size(1024, 64)
-    blocks = nn.ModuleList(_Block(width, size(16, 4)) for _ in range(size(6, 1))).to(device, torch.bfloat16)
+def _trained(blocks, x, how):
+    """Return a step that trains these blocks in bf16. how: what their attention is given."""
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-4, fused=True)
-    x = torch.randn(size(4, 1), length, width, device=device, dtype=torch.bfloat16)
-    mask = torch.full((length, length), float("-inf"), device=device, dtype=torch.bfloat16).triu(1)
-    how = {"is_causal": True} if change == "is_causal" else {"attn_mask": mask}
 
     def step():
         y = x
@@ -127,6 +122,15 @@ def masked_decoder(change):
         return loss
 
     return step
+
+
+def masked_decoder(change):
+    """A decoder is trained in bf16 with a causal mask that is a tensor of numbers."""
+    length, width = size(2048, 32), size(1024, 64)
+    blocks = nn.ModuleList(_Block(width, size(16, 4)) for _ in range(size(6, 1))).to(device, torch.bfloat16)
+    x = torch.randn(size(4, 1), length, width, device=device, dtype=torch.bfloat16)
+    mask = torch.full((length, length), float("-inf"), device=device, dtype=torch.bfloat16).triu(1)
+    return _trained(blocks, x, {"is_causal": True} if change == "is_causal" else {"attn_mask": mask})
 
 
 def padded_encoder(change):
@@ -393,24 +397,11 @@ def windowed_texts(change):
     """A model of long texts attends to a window before each token, with a mask of booleans in bf16."""
     length, width = size(4096, 32), size(768, 64)
     blocks = nn.ModuleList(_Block(width, size(12, 4)) for _ in range(size(6, 1))).to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-4, fused=True)
     x = torch.randn(size(2, 1), length, width, device=device, dtype=torch.bfloat16)
     places = torch.arange(length, device=device)
     ahead = places[:, None] - places[None]
     mask = (ahead >= 0) & (ahead < size(512, 8))
-    how = {"is_causal": True} if change == "is_causal" else {"attn_mask": mask}
-
-    def step():
-        y = x
-        for block in blocks:
-            y = block(y, **how)
-        loss = y.float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return _trained(blocks, x, {"is_causal": True} if change == "is_causal" else {"attn_mask": mask})
 
 
 PROGRAMS = {

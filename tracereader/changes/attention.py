@@ -23,7 +23,7 @@ from tracereader.figures.avoidable import CUDNN_ATTENTION, planning, triangles
 from tracereader.figures.decoding import expanded, expanded_by_inductor
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
-from tracereader.figures.phases import backward_nodes, in_backward
+from tracereader.figures.phases import backward_nodes, forwards_of, in_backward
 from tracereader.figures.side import Side
 from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
@@ -42,7 +42,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
-from tracereader.trace.labels import AUTOGRAD, FLEX_ATTENTION
+from tracereader.trace.labels import FLEX_ATTENTION
 from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD
 
 # An op that only the math backend of scaled_dot_product_attention calls, in names of compiled kernels, too.
@@ -518,13 +518,7 @@ def _keys(product_of_scores: Op) -> int:
 
 
 def _backward_of(case: Case, forward: Sequence[Op]) -> list[Op]:
-    """Return the calls of autograd's engine that compute the gradients of these ops.
-
-    Only the node itself is tied to its op. A checkpoint's node contains a whole backward pass.
-    """
+    """Return the calls of autograd's engine that compute the gradients of these ops."""
     begun = {(op.track, op.start) for op in forward}
-    calls = [call for step in case.steps for call in step.named(lambda name: name.startswith(AUTOGRAD))]
-    forward_of = case.trace.forward_of
-    return [
-        call for call in calls if any(forward_of.get((op.track, op.start)) in begun for op in (call, *call.children))
-    ]
+    nodes = (node for step in case.steps for node in backward_nodes(step))
+    return [node for node in nodes if not begun.isdisjoint(forwards_of(case.trace, node))]

@@ -1,7 +1,6 @@
 """Changes that give each launch more work: a larger batch, equal operations as one, and equal passes as one."""
 
 import bisect
-import re
 from collections.abc import Container, Iterator, Sequence
 
 from tracereader.changes import prices
@@ -21,14 +20,7 @@ from tracereader.trace.op_names import EMPTY, SLICES
 
 # From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16
-# The same for equal passes of forward and backward.
-MANY_PASSES = 8
 MOSTLY = 0.5  # of a step's GPU time
-IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
-# Starts of ops that compute with images. A batch of samples with a height and a width, or a length and channels, has at
-# least so many dimensions.
-OF_IMAGES = ("aten::convolution", "aten::upsample", "aten::_upsample")
-LEAST_DIMS = 3
 
 
 def _follows_larger_batch(before: Side, after: Side) -> bool:

@@ -16,16 +16,16 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import as_one_kernel_us, moving_us
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import backward_begins, backward_nodes, in_backward, kept_by_step
+from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.repeats import repeated_names
 from tracereader.figures.steps import outermost_named
 from tracereader.replay import with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import LOADER, OPTIMIZERS
+from tracereader.trace.op_names import CUTS, TAKES_A_PART
 
-CUTS = ("aten::unbind", "aten::split", "aten::chunk", "aten::split_with_sizes")
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
-TAKES_A_PART, COMPARES = ("aten::select", "aten::slice"), "aten::eq"
+COMPARES = "aten::eq"
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -38,7 +38,6 @@ class Loop(msgspec.Struct, frozen=True):
     starts: when each pass starts (ns). end: when the last one probably ends. what: the part of one pass.
     """
 
-    track: tuple
     starts: tuple[int, ...]
     end: int
     what: str
@@ -91,14 +90,9 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
 
 def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list[Op], list[Work]]:
     """Return backward's nodes whose forward lies in this time, and all work that is launched in it and by these."""
-    forward_of = trace.forward_of
-    nodes = []
-    for node in backward_nodes(step) if forward_of else ():
-        tied = next(
-            (forward_of[key] for op in (node, *node.children) if (key := (op.track, op.start)) in forward_of), None
-        )
-        if tied is not None and start <= tied[1] < end:
-            nodes.append(node)
+    nodes = [
+        node for node in backward_nodes(step) if any(start <= begun < end for _, begun in forwards_of(trace, node))
+    ]
     ids = {id(one) for node in nodes for one in node.work_below()}
     return nodes, [
         one for one in step.work if id(one) in ids or (one.launch is not None and start <= one.launch.start < end)
@@ -168,7 +162,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
     """Yield the loops over the parts into which one op cuts a tensor: their launches repeat as often."""
-    for op in step.named(CUTS.__contains__):
+    for op in step.named((*CUTS, "aten::split_with_sizes").__contains__):
         taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
         parts = len({place for dim, place in taken if dim == 0 and place is not None})
         if parts < MANY_PASSES or in_backward(op):
@@ -202,7 +196,7 @@ def _loop(run: Sequence[Op], what: str) -> Iterator[Loop]:
     if len(run) >= MANY_PASSES:
         starts = tuple(op.start for op in run)
         usual = median_high([two - one for one, two in pairwise(starts)])
-        yield Loop(run[0].track, starts, starts[-1] + usual, what)
+        yield Loop(starts, starts[-1] + usual, what)
 
 
 def _part(op: Op) -> tuple[int, int | None]:

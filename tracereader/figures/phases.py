@@ -97,6 +97,15 @@ def backward_nodes(step: Step) -> list[Op]:
     return step.named(lambda name: name.startswith(AUTOGRAD))
 
 
+def forwards_of(trace: Trace, node: Op) -> Iterator[tuple]:
+    """Yield the thread and start (ns) of each forward op that a node of backward belongs to.
+
+    Only the node itself is tied to its op. A checkpoint's node contains a whole backward pass.
+    """
+    keys = ((op.track, op.start) for op in (node, *node.children))
+    return (trace.forward_of[key] for key in keys if key in trace.forward_of)
+
+
 @kept_by_step
 def backward_begins(trace: Trace, step: Step) -> list[Op]:
     """Return the first node of each backward pass of a step.

@@ -340,7 +340,7 @@ def _has_few_blocks(one: GpuWork, sms: int) -> bool:
     return is_long and one.grid is not None and 0 < math.prod(one.grid) < sms / 2
 
 
-def at_the_roofs(summary: Summary) -> str:
+def near_the_peaks(summary: Summary) -> str:
     """Return how much of the step its kernels would take at the device's peaks; "" if few sizes are known."""
     known = [one for one in summary.gpu_work if one.of_roof is not None]
     known_us, least = sum(one.us for one in known), sum(one.us * min(1.0, one.of_roof) for one in known)

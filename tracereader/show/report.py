@@ -26,7 +26,7 @@ from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, communication, decoding, recording, steps
 from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, Prediction, counted, duration, family_in_words, size
-from tracereader.findings.gpu_work import at_the_roofs, overlap
+from tracereader.findings.gpu_work import near_the_peaks, overlap
 from tracereader.replay import Refused
 from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import communication as collectives
@@ -115,7 +115,7 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
         if changes is None:
             changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
-    limit = f"{at_the_roofs(summary)} {steps.longest_waits(summary)}".strip()
+    limit = f"{near_the_peaks(summary)} {steps.longest_waits(summary)}".strip()
     if not (summary.source.shapes_recorded or summary.source.facts.script) and summary.has_gpu_work:
         limit = f"The trace has no shapes; with record_shapes=True, more changes may be found. {limit}".strip()
     if summary.source.may_be_steps is not None:

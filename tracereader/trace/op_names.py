@@ -24,7 +24,9 @@ SDPA = "aten::scaled_dot_product_attention"
 SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 # Ops that copy a tensor, also to another device, and do nothing else.
 COPYING = ("aten::copy_", "aten::_to_copy", "aten::to")
-SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
+TAKES_A_PART = ("aten::select", "aten::slice")
+CUTS = ("aten::unbind", "aten::split", "aten::chunk")
+SLICES = (*TAKES_A_PART, *CUTS)
 # A loop writes into memory that these ops allocate. One batched call allocates its result itself.
 EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 # torch.compile leaves these eager, nn.LSTM, nn.GRU and nn.RNN among them.

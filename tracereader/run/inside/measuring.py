@@ -59,12 +59,15 @@ class Measuring:
         if self.steps <= 2 * self.stock and time.perf_counter() < self.first_end + STOCK_S:
             return False
         late = self.steps > self.skip + STEPS_AT_MOST or time.perf_counter() > self.began + SECONDS_AT_MOST
-        times = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        times = self._warm_s()
         latest, before = times[-STEADY:], times[:-STEADY]
         few = len(times) < STEADY or (len(before) < 2 and sum(times) < 10)  # long steps need not be so many
         falls = before and statistics.median(before) > FALLING * statistics.median(latest)
         self.steady = self.quiet >= 2 and not few and not falls
         return self.steady or late or self._is_slow(latest)
+
+    def _warm_s(self):
+        return [after - before for before, after in itertools.pairwise(self.ends)]
 
     def _is_slow(self, times):
         """Return whether the latest steps (s) are all clearly longer than they need to be, and nothing is compiled."""
@@ -73,14 +76,14 @@ class Measuring:
     def begin(self):
         """Begin to measure at the step that ends now."""
         self.measuring = True
-        times = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        times = self._warm_s()
         usual = statistics.median(times) if times else EVENT_EACH_S
         self.every = max(1, min(STEPS_AN_EVENT, int(EVENT_EACH_S / max(usual, 1e-6))))
         self._synchronize()
         self.waits, self.marks = [], []
         if self.contention is not None:
             self.contention.begin()
-        self.marks = [self._mark()]
+        self.marks.append(self._mark())
 
     @property
     def enough(self):
