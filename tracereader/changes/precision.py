@@ -124,23 +124,25 @@ def _in_two_bytes(case: Case) -> Proposal | None:
             kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
     if not times:
         return None
-    products, found = case.in_all_steps(times), len(times)
+    products, found, also = case.in_all_steps(times), len(times), ""
     if narrow < len(times):
         # What follows a product computes with its two bytes. Autocast keeps normalizations and losses in fp32.
         updates = case.launched_in(OPTIMIZER)
-        times |= {
-            work: max(one.us / 2, min(one.us, prices.LEAST_KERNEL_US))
+        following = {
+            work: one.us
             for work, one, op in case.activities
             if one.family in ("pointwise", "copy") and one.kind == "kernel" and id(work) not in updates
             and op is not None and type_of(op) == "fp32" and not op.name.startswith(FOREACH)
         }  # fmt: skip
+        times |= {work: max(us / 2, min(us, prices.LEAST_KERNEL_US)) for work, us in following.items()}
+        also = f"; other kernels move half of the bytes then: {duration(sum(following.values()))}" * bool(following)
     changed = case.in_all_steps(times)
     calls = [one.launch for one in products if one.launch is not None]
     return Proposal(
         with_cpu_time(
             with_durations(case.graph, changed), [(call.track, call.start, prices.CALL_US) for call in calls]
         ),
-        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}",
+        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
         f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
         assumed=True,
         title="use bf16 or fp16 on tensor cores",
