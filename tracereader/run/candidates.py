@@ -11,6 +11,7 @@ from functools import cache
 import msgspec
 
 Place = dict[str, object]  # an object or a call of the program, with its "line" and what is known of it
+HALF = ("float16", "bfloat16")
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -48,6 +49,11 @@ class Seen(msgspec.Struct, frozen=True):
     @property
     def trains(self) -> bool:
         return bool(self.optimizers)
+
+    @property
+    def is_half(self) -> bool:
+        """Return whether the parameters are in bf16 or fp16."""
+        return any(one.get("dtype") in HALF for one in self.modules)
 
     @property
     def convolves(self) -> bool:
@@ -224,8 +230,7 @@ def _is_float32(seen: Seen) -> bool:
 
 
 def _half_attention(seen: Seen) -> bool:
-    half = ("float16", "bfloat16")
-    return seen.on_gpu and any(one.get("dtype") in half and one.get("device") == "cuda" for one in seen.attention)
+    return seen.on_gpu and any(one.get("dtype") in HALF and one.get("device") == "cuda" for one in seen.attention)
 
 
 def _attention(name: str, needs: Callable[[Seen], bool]) -> Candidate:

@@ -134,13 +134,13 @@ class Session:
         """Return how the losses, or without losses the outputs, differ from those of the program as it is."""
         run, as_it_is = self.of(keys)[0], self.as_it_is
         if not as_it_is[0].losses:
-            return outputs_differ([one.outputs for one in as_it_is], run.outputs)
+            return outputs_differ([one.outputs for one in as_it_is], run.outputs, self.seen.is_half)
         why = next((one.other_numbers for key in keys if (one := self.by_key[key]).other_numbers), "")
-        return losses_differ([one.losses for one in as_it_is], run.losses, why)
+        return losses_differ([one.losses for one in as_it_is], run.losses, why, self.seen.is_half)
 
     def is_equal(self, keys: tuple[str, ...]) -> bool:
-        """Return whether nothing says that these changes give other results."""
-        return self.difference(keys).kind != "off"
+        """Return whether nothing says that these changes, or one of them by itself, give other results."""
+        return all(self.difference(one).kind != "off" for one in {keys, *((key,) for key in keys)} if self.of(one))
 
     def is_known_to_help(self, key: str) -> bool:
         """Return whether a change of those together helps alone, or beside the others."""
@@ -377,25 +377,32 @@ def _changes_between(session: Session) -> int:
 
 
 def _measure_again(session: Session, until: float) -> None:
-    """Measure again, in turn with the program as it is, what may help and is not clear, the largest saving first."""
+    """Measure again, in turn with the program as it is, what may help and is not clear, the largest saving first.
+
+    Where nothing helps so far, the changes for which no time was left come before what hardly does.
+    """
     while _spent(session) < until:
         unclear = []
         sets = [(one.key,) for one in session.candidates]
         if len(session.together) > 1:
             sets.insert(0, tuple(sorted(session.together)))
+        together = session.saving(session.together) if session.together else None
+        later = () if session.together else (tuple(_helping(session)), AS_IT_IS)
         for keys in sets:
             number, found = len(session.of(keys)), session.saving(keys)
-            if found is None or number >= MOST_ROUNDS or session.failures.get(keys):
+            if number >= MOST_ROUNDS or keys in session.failures or not session.fits(keys, AS_IT_IS, *later):
+                continue
+            if found is None:
+                if together is None or not together.helps:
+                    unclear.append((1, 0, 0.0, keys))
                 continue
             may_help = found.share + found.plus_minus > MAY_HELP
             if may_help and not (found.is_clear and (found.helps or found.harms) and number > 1):
-                unclear.append((number, -found.share, keys))
+                unclear.append((2 * (number > 1 or found.share < found.plus_minus), number, -found.share, keys))
         if not unclear:
             return
         keys = min(unclear)[-1]
-        later = () if session.together else (tuple(_helping(session)), AS_IT_IS)
-        if not session.fits(keys, AS_IT_IS, *later):
-            return
+        session.skipped = [one for one in session.skipped if (one.key,) != keys]
         if session.runs[-1].keys != AS_IT_IS:
             _run(session)
         _run(session, keys)

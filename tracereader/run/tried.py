@@ -210,7 +210,9 @@ def _sentences(
     measured = (*singles, *several)
     lines = []
     if nothing and measured:
-        lines.append("Nothing helps: no change saves more than the noise and 1% of the step.")
+        all_ran = not session.failures and all(one.why != NO_TIME for one in session.skipped)
+        who = "Nothing helps: no change" if all_ran else "None of the changes that ran"
+        lines.append(f"{who} saves more than the noise and 1% of the step.")
     elif nothing:
         lines.append("No change was measured.")
     unclear = [saved for keys in measured if (saved := session.saving(keys)) is not None and saved.is_noise]

@@ -269,7 +269,7 @@ def period(times_us):
     for limit in _limits(times_us):
         slow = set(_slow(times_us, limit))
         for distance in range(2, (len(times_us) - 1) // (REPEATS - 1) + 1):
-            for first in range(distance):
+            for first in (place for place in slow if place < distance):
                 places = range(first, len(times_us), distance)
                 if slow.issuperset(places) and len(places) >= max(REPEATS, MOSTLY * len(slow)):
                     return distance
