@@ -11,6 +11,7 @@ import time
 
 SLACK_NS = 100_000  # between our clock and the trace's, which is the same clock
 FIELDS = 5  # of a note
+TAIL = 4096  # bytes at the end of a trace, for what follows its events
 MARK = re.compile(
     rb'"cat":\s*"user_annotation",\s*"name":\s*"ProfilerStep#\d+",\s*"pid":\s*(\d+),\s*"tid":\s*(\d+),\s*'
     rb'"ts":\s*(\d+)(?:\.(\d{1,3}))?'
@@ -64,7 +65,8 @@ class Notes:
         mark = events and MARK.search(trace, events.end())
         if not mark:
             return None
-        base = BASE.search(trace, 0, events.start())  # torch before 2.4 writes µs since 1970
+        # torch 2.4 has it behind the events, later ones before them. torch before 2.4 writes µs since 1970.
+        base = BASE.search(trace, 0, events.start()) or BASE.search(trace, max(events.end(), len(trace) - TAIL))
         zero = int(base[1]) if base else 0
         began = int(mark[3]) * 1000 + int((mark[4] or b"").ljust(3, b"0")) + zero
         if not any(
