@@ -443,7 +443,7 @@ def of_a_numbered_script(folder, script, *flags):
     at = ["--step-at", ends] if ends else []
     program = plain(script, *flags)
     command = [sys.executable, "-m", "tracereader.run.record", *at, "--out", "rung.json.gz", "--", *program]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     found = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     return json.loads(gzip.open(folder / "rung.json.gz").read())
