@@ -327,7 +327,7 @@ def main() -> None:
                 if make is new_names:
                     other = json.loads(json.dumps(events[0]).replace("ampere_bf16", "hopper_bf16"))
                     events.append(other)
-                times.append(seconds(events, folder, *(["--json"] * ("--json" in name))))
+                times.append(seconds(events, folder, *(["--json=all"] * ("--json" in name))))
             ratios = [after / before for before, after in itertools.pairwise(times)]
             print(f"{name:36}" + "".join(f"{t:7.2f} s" for t in times) + "   " + " ".join(f"x {r:.2f}" for r in ratios))
 

@@ -24,7 +24,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def told():
-    command = [sys.executable, "-m", "tracereader", str(EAGER), "--json"]
+    command = [sys.executable, "-m", "tracereader", str(EAGER), "--json=all"]
     return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
@@ -86,7 +86,7 @@ def test_tables_are_data_frames(run, module, make):
 
 def test_ranks_are_read_together(tmp_path):
     files = sorted((ROOT / "tests/traces/h200-x2/accumulated_fsdp1_once").glob("rank?.json.gz"))
-    command = [sys.executable, "-m", "tracereader", *map(str, files), "--json"]
+    command = [sys.executable, "-m", "tracereader", *map(str, files), "--json=all"]
     told = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     ranks = tracereader.read_ranks(files)
     assert ranks.world_size == told["world_size"] and len(ranks.matched) == told["collectives"]

@@ -46,7 +46,7 @@ def test_steps_that_differ_by_several_times(tmp_path, capsys, gpu):
     said = capsys.readouterr().out
     assert "step #2 took 156 times as long as step #1, which makes the same calls" in said
     assert SAYS in said and "Stop other programs (top shows them) and profile again." in said
-    assert cli.main([str(trace), "--json"]) == 0
+    assert cli.main([str(trace), "--json=all"]) == 0
     assert SAYS in json.loads(capsys.readouterr().out)["busy_machine"]
 
 

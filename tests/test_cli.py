@@ -275,13 +275,15 @@ def test_a_mutated_trace_is_explained_or_refused(tmp_path, capsys, examples):
 
     @settings(max_examples=examples, derandomize=not FUZZ, deadline=None, database=None, print_blob=True)
     @given(
-        source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"])
+        source=st.integers(0, len(DOCUMENTS) - 1),
+        mutations=MUTATIONS,
+        flag=st.sampled_from(["", "--json", "--json=all", "twice"]),
     )
     def is_explained_or_refused(source, mutations, flag):
         document = copy.deepcopy(DOCUMENTS[source])
         mutate(document, mutations)
         file.write_text(json.dumps(document))
-        arguments = {"": [file], "--json": [file, "--json"], "twice": [SMALL, file]}[flag]
+        arguments = {"": [file], "twice": [SMALL, file]}.get(flag, [file, flag])
         status = cli.main([str(argument) for argument in arguments])
         screen = capsys.readouterr()
         assert status in (0, 2)
@@ -483,7 +485,7 @@ def test_a_closed_pipe_is_not_a_failure():
 
 
 def test_json_has_the_reports_figures(capsys):
-    assert cli.main([str(SMALL), "--json"]) == 0
+    assert cli.main([str(SMALL), "--json=all"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [step["name"] for step in found["steps"]] == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
     assert found["gpu_work"][0]["family"] == "GEMM"
@@ -492,10 +494,10 @@ def test_json_has_the_reports_figures(capsys):
 
 def test_jsons_names_do_not_follow_the_summarys_parts(capsys):
     """Programs rely on these names at the top of the document, independently of the Summary's parts."""
-    assert cli.main([str(SMALL), "--json"]) == 0
+    assert cli.main([str(SMALL), "--json=all"]) == 0
     found = json.loads(capsys.readouterr().out)
     ours = summarize(read(SMALL))
-    assert found["version"] == 2
+    assert found["version"] == 3
     assert {"window_us", "waits_for", "gpu", "families", "steps", "training", "repeats"} <= found.keys()
     assert (found["trace"], found["devices"], found["has_steps"]) == (str(SMALL), ours.source.devices, True)
     assert [call["name"] for call in found["chain"]] == [call.name for call in ours.cpu.chain]
@@ -519,8 +521,8 @@ def test_only_and_step_apply_everywhere(capsys):
     assert "to first op" in both and "the GPU is " in both and "call tree" not in both
     found = json.loads(shown(SMALL, "--json", "--only", "steps"))
     assert len(found["steps"]) == 3 and "gpu_work" not in found and "chain" not in found
-    second = json.loads(shown(SMALL, "--json", "--step", "2"))
-    assert second["typical_step"] == "ProfilerStep#2" != json.loads(shown(SMALL, "--json"))["typical_step"]
+    second = json.loads(shown(SMALL, "--json=all", "--step", "2"))
+    assert second["typical_step"] == "ProfilerStep#2" != json.loads(shown(SMALL, "--json=all"))["typical_step"]
     assert second["chain"][0]["name"] == "ProfilerStep#2"
     assert "call tree of step #2" in shown(SMALL, "--step", "2")
     figures = shown(SMALL, SMALL, "--only", "steps", "--step", "2")
@@ -548,7 +550,7 @@ def in_some_unit(us):
 @pytest.mark.parametrize("file", REFERENCES[::5], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def test_no_width_cuts_a_figure(monkeypatch, capsys, file, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    assert cli.main([str(file), "--json"]) == 0
+    assert cli.main([str(file), "--json=all"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert cli.main([str(file), "--only", "steps,work"]) == 0
     screen = capsys.readouterr().out
@@ -682,7 +684,7 @@ def test_the_idle_time_of_a_step_has_a_cause(tmp_path, capsys, kernel, launch_ts
         events.append(event("cudaLaunchKernel", cat="cuda_runtime", ts=launched, dur=1, args={"correlation": number}))
         args = {"correlation": number, "device": 0}
         events.append(event(kernel, cat="kernel", ts=ts, dur=dur, tid=9, args=args))
-    found = json.loads(shown(capsys, written(tmp_path, events), "--json"))
+    found = json.loads(shown(capsys, written(tmp_path, events), "--json=all"))
     assert found["waits_for"] == expected
     gpu = found["gpu"]
     parts = sum(gpu[key] for key in ("compute_us", "exposed_communication_us", "exposed_copy_us"))
@@ -785,7 +787,7 @@ def test_two_steps_have_no_outlier(tmp_path, capsys):
 def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
     slow = [("aten::mm", 130), *USUAL[1:]]
     file = written(tmp_path, made_steps([USUAL, USUAL * 10] * 8 + [slow]))
-    (mm,) = [one for one in json.loads(shown(capsys, file, "--json"))["series"] if one["name"] == "aten::mm"]
+    (mm,) = [one for one in json.loads(shown(capsys, file, "--json=all"))["series"] if one["name"] == "aten::mm"]
     assert mm["us"] == [100] * 8 + [130] and mm["other_calls"] == 8
     screen = " ".join(shown(capsys, file, "--only", "series").split())
     assert "are called a different number of times in 8 steps, which the line leaves out" in screen

@@ -52,10 +52,10 @@ def test_the_section_compares_counters_with_the_needs_of_shapes(sampled, capsys)
 
 
 def test_json_has_the_counters_of_a_trace_that_has_samples(sampled, capsys):
-    found = json.loads(shown(capsys, sampled(40.0), "--json"))["counters"]
+    found = json.loads(shown(capsys, sampled(40.0), "--json=all"))["counters"]
     assert found["names"] == {"dram": "DRAM BW (%)"} and len(found["steps"]) == 3
     assert all(step["means"] == {"DRAM BW (%)": pytest.approx(40)} for step in found["steps"])
-    assert "counters" not in json.loads(shown(capsys, SHAPES, "--json"))
+    assert "counters" not in json.loads(shown(capsys, SHAPES, "--json=all"))
     assert "counters: not in this trace" in shown(capsys, SHAPES, "--only", "counters")
 
 

@@ -221,7 +221,7 @@ def test_the_device_decides_the_advice(tmp_path, capsys, backend, us):
     assert {one.name for one in read(file).work} == {e["name"] for e in work}
     assert summary.gpu.busy_us <= sum(e["dur"] for e in work)
     said = []
-    for flags in (["--all"], ["--json"], ["--html", str(tmp_path / "page.html")]):
+    for flags in (["--all"], ["--json=all"], ["--html", str(tmp_path / "page.html")]):
         assert cli.main([str(file), *flags]) == 0
         said.append(capsys.readouterr().out)
     changes = {one["change"] for one in json.loads(said[1])["opportunities"]}

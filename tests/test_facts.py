@@ -53,7 +53,7 @@ def test_any_program_may_store_the_unprofiled_steps_time(tmp_path, stored, capsy
                for n in range(3)]  # fmt: skip
     file = tmp_path / "own.json"
     file.write_text(json.dumps({"traceEvents": events, "unprofiled_step_us": stored}))
-    assert cli.main([str(file), "--json"]) == 0
+    assert cli.main([str(file), "--json=all"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["unprofiled_step_us"] == (stored if stored == 120.5 else None)
     assert (found["recorded_step_us"], found["lesson"]) == (290, None)  # no GPU work: the typical step's CPU time

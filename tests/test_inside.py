@@ -60,7 +60,7 @@ def test_the_figures_are_those_of_the_raw_events(capsys):
     for one in slices:
         waits, name = re.fullmatch(r"(wait: )?(\w+?)(?: \d+)?", one["name"]).groups()
         durations.setdefault(name, ([], []))[waits is None].append(one["dur"])
-    (found,) = json.loads(shown(capsys, PERSISTENT, "--json"))["inside"]
+    (found,) = json.loads(shown(capsys, PERSISTENT, "--json=all"))["inside"]
     assert {one["name"]: (one["waits"], one["works"]) for one in found["phases"]} == {
         name: (len(waits), len(works)) for name, (waits, works) in durations.items()
     }
@@ -104,7 +104,7 @@ def test_the_table_fits_80_columns(capsys, monkeypatch):
 
 
 def test_a_trace_without_recorded_phases_has_no_such_section(capsys):
-    assert "inside" not in json.loads(shown(capsys, PLAIN, "--json"))
+    assert "inside" not in json.loads(shown(capsys, PLAIN, "--json=all"))
     assert "inside: not in this trace" in shown(capsys, PLAIN, "--only", "inside")
     assert "recorded their phases" not in shown(capsys, PLAIN)
 
@@ -116,7 +116,7 @@ def test_phases_are_neither_gpu_work_nor_cpu_work(capsys, tmp_path):
     document["traceEvents"] = [one for one in document["traceEvents"] if one.get("pid") not in lanes]
     bare = tmp_path / PERSISTENT.name.removesuffix(".gz")
     bare.write_text(json.dumps(document))
-    with_lanes, without = (json.loads(shown(capsys, path, "--json")) for path in (PERSISTENT, bare))
+    with_lanes, without = (json.loads(shown(capsys, path, "--json=all")) for path in (PERSISTENT, bare))
     assert with_lanes.pop("inside")
     for one in (with_lanes, without):
         del one["trace"]

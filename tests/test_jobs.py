@@ -175,7 +175,7 @@ def equal_names(found):
 
 @pytest.mark.parametrize("change", [no_time, another_base, equal_names])
 @pytest.mark.parametrize(
-    "flags", [[], ["--json"], ["--html", "page.html", "--force"]], ids=lambda one: (one or ["screen"])[0]
+    "flags", [[], ["--json=all"], ["--html", "page.html", "--force"]], ids=lambda one: (one or ["screen"])[0]
 )
 def test_strange_values_give_a_report_or_one_line(change, flags, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -938,7 +938,7 @@ def test_balancing_is_proposed_for_ranks_with_a_slow_cpu():
 
 def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
     files = [str(file) for file in ranks_of("ddp_slow1")]
-    assert cli.main([*files, "--json"]) == 0
+    assert cli.main([*files, "--json=all"]) == 0
     one, *_ = json.loads(capsys.readouterr().out)["opportunities"]
     assert {"change", "step_us", "step_us_after", "saves_us", "basis", "evidence", "try"} <= set(one)
     assert cli.main(files) == 0

@@ -139,7 +139,7 @@ def test_a_comparisons_page_begins_with_the_pace_and_the_reason(pages, capsys):
 
 def json_of(capsys, *arguments):
     capsys.readouterr()
-    assert cli.main([*map(str, arguments), "--json"]) == 0
+    assert cli.main([*map(str, arguments), "--json=all"]) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -86,7 +86,7 @@ def test_both_formats_of_one_run_make_the_same_report(tmp_path, capsys):
         event.get("args", {}).pop("shared memory", None)
     as_json = tmp_path / "linear.json"
     as_json.write_text(json.dumps(data))
-    for flag in ("--all", "--json"):
+    for flag in ("--all", "--json=all"):
         screens = []
         for file in (as_json, WRITTEN):
             assert cli.main([str(file), flag]) == 0

@@ -32,7 +32,7 @@ MORE = sorted(path for path in ALL - {*FEW} if "inside" not in path.name)[::6]
 def reports(file, capsys):
     """Return the whole report and the JSON of a trace, without its name."""
     found = []
-    for flag in ("--all", "--json"):
+    for flag in ("--all", "--json=all"):
         assert cli.main([str(file), flag]) == 0
         found.append(capsys.readouterr().out.replace(file.name, "NAME"))
     return found

@@ -75,7 +75,7 @@ def test_merged_ranks_are_read_one_by_one(written, capsys, wanted):
     assert cli.main([str(file), *flags]) == 0
     screen = " ".join(capsys.readouterr().out.split())
     assert f"the file holds 2 processes with GPU work; this report is about {pid}, with {launches} GPU" in screen
-    assert cli.main([str(file), *flags, "--json"]) == 0
+    assert cli.main([str(file), *flags, "--json=all"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["gpu_activities"] for one in told["processes"]] == [launches, 13 - launches]
     assert told["rank"] is None and "--process reads another one" in told["warnings"][0]
@@ -135,7 +135,7 @@ def test_ops_of_workers_count_in_no_figure(written, capsys):
     told = []
     for name, others in (("alone.json", []), ("workers.json", [*ops_only(2000), *ops_only(2001)])):
         file = written(*mine, *others, name=name, distributedInfo=info)
-        assert cli.main([str(file), "--json"]) == 0
+        assert cli.main([str(file), "--json=all"]) == 0
         told.append(json.loads(capsys.readouterr().out))
     warnings = told[1].pop("warnings")
     assert warnings == ["2000, 2001 in the same file have no GPU work: this report is about 1000 alone"]
@@ -211,7 +211,7 @@ def test_a_front_end_is_left_out_of_a_folder(served, capsys):
     screen = " ".join(capsys.readouterr().out.split())
     said = "api.json was recorded at the same time and has no launch and no GPU work, as the front end of a server"
     assert said in screen and "6 kernels per step" in screen and "as fast" not in screen
-    assert cli.main([str(folder), "--json"]) == 0
+    assert cli.main([str(folder), "--json=all"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["trace"].endswith("worker0.json") and said in told["warnings"][0]
     assert cli.main([str(folder), str(served("other"))]) == 0

@@ -106,7 +106,7 @@ def test_nothing_is_concluded_if_every_step_has_lost_records(capsys):
     said = shown(capsys, path)
     assert "18 of 20 launch calls have no GPU record" in said
     assert "idle 9" not in said and "saves" not in said.replace("saving", "")
-    document = json.loads(shown(capsys, path, "--json"))
+    document = json.loads(shown(capsys, path, "--json=all"))
     assert (document["recorded_step_us"], document["gpu"], document["opportunities"]) == (None, None, [])
     assert document["recording"]["lost_calls"] == {"cudaGraphLaunch": [18, 20]}
 

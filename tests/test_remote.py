@@ -148,11 +148,11 @@ def without_paths(text):
     "words",
     [
         (SMALL, "--all"),
-        (SMALL, "--json"),
+        (SMALL, "--json=all"),
         (SMALL, COMPILED),
         (SMALL, COMPILED, "--markdown"),
         pytest.param((*RANKS,), marks=pytest.mark.exhaustive),
-        (*RANKS, "--json"),
+        (*RANKS, "--json=all"),
         (*RANKS, "--ranks", "--only", "short"),
     ],
     ids=["one", "json", "comparison", "markdown", "ranks", "json of ranks", "--ranks"],
@@ -165,7 +165,7 @@ def test_a_url_is_read_like_the_file(server, memory, capsys, words, where):
         return f"memory://job/{word.name}" if where == "memory" else server.url(word.name)
 
     local, ours = printed(capsys, *words), printed(capsys, *map(there, words))
-    if "--json" in words:
+    if "--json=all" in words:
         local, ours = json.loads(local), json.loads(ours)
         for one in (local, ours, *local.get("ranks", ()), *ours.get("ranks", ())):
             if "trace" in one:
@@ -557,7 +557,7 @@ def test_hostile_files_among_ranks_are_named(server, capsys):
     (server.folder / "fsdp_rank4.json.gz").write_bytes(b"<html>not found</html>")
     server.rules["/fsdp_rank5.json.gz"] = status(500)
     (server.folder / "fsdp_rank5.json.gz").write_bytes(b"")
-    found = json.loads(printed(capsys, server.url("fsdp_rank*.json.gz"), "--ranks", "--json"))
+    found = json.loads(printed(capsys, server.url("fsdp_rank*.json.gz"), "--ranks", "--json=all"))
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     why = {Path(path).name: told for path, told in found["not_read"].items()}
     assert why.keys() == {f"fsdp_rank{number}.json.gz" for number in range(2, 6)}
@@ -875,7 +875,7 @@ def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
 def test_a_worker_that_dies_is_replaced(dask, server, capsys):
     """After one death another worker reads the rank. After as many as the cluster tolerates, the rank is left out."""
     pids = lambda: [one.pid for one in psutil.Process().children(recursive=True)]  # noqa: E731
-    words = (server.url("fsdp*"), "--json", "--cluster", dask.scheduler_address)
+    words = (server.url("fsdp*"), "--json=all", "--cluster", dask.scheduler_address)
     server.rules["/fsdp_rank0.json.gz"] = killing(pids, 1)
     assert json.loads(printed(capsys, *words))["not_read"] == {}
     server.asked.clear()

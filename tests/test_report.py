@@ -107,7 +107,7 @@ def test_the_table_of_changes_has_the_times_that_sort_it(capsys, monkeypatch, na
     for row in rows:
         assert int(row[3]) == pytest.approx(100 * (1 - float(row[2]) / float(row[1])), abs=0.6)
     told = " ".join(" ".join(lines).split())
-    recorded = json.loads(printed(capsys, trace, "--json"))["opportunities"][0]
+    recorded = json.loads(printed(capsys, trace, "--json=all"))["opportunities"][0]
     assert f"While recorded: {recorded['step_us'] / 1e3:.2f} -> {recorded['step_us_after'] / 1e3:.2f} ms, which" in told
     assert "at most" not in told
 
@@ -312,14 +312,14 @@ def test_the_call_tree_does_not_follow_the_many_calls_that_take_little_time(caps
 
 def test_json_has_the_opportunities(capsys):
     trace = CHANGES / "vit/eager.json.gz"
-    found = json.loads(printed(capsys, trace, "--json"))["opportunities"]
+    found = json.loads(printed(capsys, trace, "--json=all"))["opportunities"]
     assert found and set(found[0]) >= {
         "change", "title", "step_us", "step_us_after", "saves_us", "basis", "evidence", "try"
     }  # fmt: skip
     assert [one["saves_us"] for one in found] == sorted((one["saves_us"] for one in found), reverse=True)
     only = json.loads(printed(capsys, trace, "--json", "--only", "try"))
     assert only["opportunities"] == found and only["opportunities_refused"] is None and "chain" not in only
-    cpu = json.loads(printed(capsys, next((ROOT / "traces/reference/cpu/02_linear").glob("*.gz")), "--json"))
+    cpu = json.loads(printed(capsys, next((ROOT / "traces/reference/cpu/02_linear").glob("*.gz")), "--json=all"))
     assert cpu["opportunities"] == [] and cpu["opportunities_refused"] is None
 
 

@@ -54,7 +54,7 @@ def data():
 @pytest.mark.parametrize("key", LATE)
 def test_invalid_text_gives_no_traceback(tmp_path, capsys, data, key, part):
     trace = put(tmp_path / "odd.json", data, [key], part)
-    status = cli.main([str(trace), "--json"])
+    status = cli.main([str(trace), "--json=all"])
     screen = capsys.readouterr()
     assert (status, screen.err) == (0, "") or (status, screen.err.count("\n")) == (2, 1)
     assert status == 2 or strict(screen.out)
@@ -69,7 +69,7 @@ def test_a_trace_with_invalid_text_has_a_report(tmp_path, capsys, data):
 
 def test_one_invalid_byte_changes_nothing_else(tmp_path, capsys, data):
     trace = put(tmp_path / "odd.json", data, [b'"deviceProperties"'], b"\xff")
-    assert cli.main([str(trace), "--json"]) == 0
+    assert cli.main([str(trace), "--json=all"]) == 0
     assert strict(capsys.readouterr().out)["devices"] == ["\ufffdNVIDIA H200"]
 
 
@@ -91,7 +91,7 @@ def test_a_kernel_with_an_invalid_byte_in_its_args_keeps_its_launch(tmp_path, da
 def test_ranks_with_invalid_text_are_reported(tmp_path, capsys, part):
     keys = (b'"distributedInfo"', b'"Process Group Name', b'"dtype', b'"deviceProperties"')
     paths = [put(tmp_path / path.stem, gzip.decompress(path.read_bytes()), keys, part) for path in RANKS]
-    assert cli.main([*map(str, paths), "--json"]) == 0
+    assert cli.main([*map(str, paths), "--json=all"]) == 0
     assert len(strict(capsys.readouterr().out)["ranks"]) == 2
     summary, _ = opened(paths, View())
     _, packed = merged(summary, 10**9)
@@ -121,7 +121,7 @@ def test_json_is_strict_whatever_a_script_stored(tmp_path, capsys, data, number)
     found["lesson"]["flags"]["size"] = "XX"
     found["lesson"]["facts"] = {"peak_bytes": "XX"}
     (tmp_path / "odd.json").write_text(json.dumps(found).replace('"XX"', number))
-    assert cli.main([str(tmp_path / "odd.json"), "--json"]) == 0
+    assert cli.main([str(tmp_path / "odd.json"), "--json=all"]) == 0
     lesson = strict(capsys.readouterr().out)["lesson"]
     assert lesson["flags"]["size"] is None and lesson["facts"]["peak_bytes"] is None
 
@@ -131,7 +131,7 @@ def test_a_prediction_with_a_huge_number_is_dropped(tmp_path, capsys, data):
     known = len(found["lesson"]["guesses"])
     found["lesson"]["guesses"].append({"guess": "pointwise_round_trip", "rows": 10**320, "columns": 1, "itemsize": 2})
     (tmp_path / "odd.json").write_text(json.dumps(found))
-    assert cli.main([str(tmp_path / "odd.json"), "--json"]) == 0
+    assert cli.main([str(tmp_path / "odd.json"), "--json=all"]) == 0
     assert len(strict(capsys.readouterr().out)["predictions"]) == known
 
 
@@ -168,7 +168,7 @@ def test_values_that_only_lax_json_accepts_are_replaced():
 
 def report_of(capsys, path):
     """Return what --json prints, without the file's name and warnings, and the warnings."""
-    assert cli.main([str(path), "--json"]) == 0
+    assert cli.main([str(path), "--json=all"]) == 0
     found = strict(capsys.readouterr().out)
     return {key: value for key, value in found.items() if key not in OF_THE_FILE}, found["warnings"]
 
@@ -309,6 +309,6 @@ def test_numbers_of_any_size_are_read_or_left_out(tmp_path, capsys, data, key, n
             if key in part:
                 part[key] = "@@"
     (tmp_path / "odd.json").write_text(json.dumps(found).replace('"@@"', number))
-    assert cli.main([str(tmp_path / "odd.json"), "--json"]) == 0
+    assert cli.main([str(tmp_path / "odd.json"), "--json=all"]) == 0
     screen = capsys.readouterr()
     assert strict(screen.out) and not screen.err

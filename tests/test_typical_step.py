@@ -102,7 +102,7 @@ def every_figure_is_of_one_step(path, capsys):
              r"repetitions in step (#\d+)", r"slowest path, step (#\d+)", r"^inside step (#\d+)")  # fmt: skip
     named = {found for head in heads for found in re.findall(head, screen, re.M)}
     assert named == {number}
-    figures = json.loads(printed(capsys, path, "--json"))
+    figures = json.loads(printed(capsys, path, "--json=all"))
     assert figures["typical_step"] == usual["name"]
     assert figures["recorded_step_us"] == pytest.approx(step_us, abs=0.01)
     changes = opportunities(trace, ours)

@@ -68,8 +68,9 @@ def texts(value):
 
 @pytest.mark.parametrize("paths", [[MODEL["gpt2_train"]], ranks_of("fsdp")], ids=["one trace", "ranks"])
 def test_json_uses_the_fields_terms(paths, capsys):
-    assert cli.main(["--json", *map(str, paths)]) == 0
-    assert [text for text in texts(json.loads(capsys.readouterr().out)) if RETIRED.search(text)] == []
+    for flag in ("--json", "--json=all"):
+        assert cli.main([flag, *map(str, paths)]) == 0
+        assert [text for text in texts(json.loads(capsys.readouterr().out)) if RETIRED.search(text)] == []
 
 
 def test_the_cheatsheet_uses_the_fields_terms():

@@ -15,6 +15,7 @@ from tracereader import __version__
 from tracereader.command import BadInput, OneLineParser, RunFailed, command, is_url, not_negative, positive, printable
 from tracereader.show import sections
 
+SCHEMA = Path(__file__).with_name("schema.json")  # docs/schema.py makes it
 ONLY_JSON = "--json prints nothing but JSON: leave out --open"
 
 
@@ -37,7 +38,8 @@ def main(argv=None):
     )
     option, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     option("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
-    switch("--json", help="print all measurements of a trace, or of one run's ranks, as JSON")
+    forms = "print a trace, or one run's ranks, as JSON in short; =all: all measurements; =schema: the form of both"
+    option("--json", nargs="?", choices=("short", "all", "schema"), metavar="=all", help=forms)
     most = "read at most this many bytes of uncompressed JSON (default: 4 GB)"
     option("--limit", type=positive, metavar="BYTES", help=most)
     captures = "the trace of the capture of its CUDA graphs, or a folder of such traces: names the ops and modules of "
@@ -59,12 +61,18 @@ def main(argv=None):
     copy = "write the trace, or one run's ranks, as JSON in which Perfetto shows every slice (.json or .json.gz)"
     option("--export", metavar="FILE", help=copy)
     sections.add_view_flags(parser)
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # The value of --json stands behind "=", because argparse would take the name of a trace for it.
+    flags = len(argv) if "--" not in argv else argv.index("--")
+    args = parser.parse_args(["--json=short" if word == "--json" else word for word in argv[:flags]] + argv[flags:])
     sections.by_flag(args)  # refuses conflicting flags at once
     if args.whole and args.steps is not None:
         raise BadInput("--whole counts the whole recording as one step: leave out --steps")
-    if (args.name is None) == (not args.traces):
+    if (args.name is not None or args.json == "schema") == bool(args.traces):
         raise BadInput("name a trace, or a kernel with --name")
+    if args.json == "schema":
+        print(SCHEMA.read_text(encoding="utf-8"), end="")
+        return
     if args.name is not None:
         from tracereader.show.text import console, paragraph, plain
         from tracereader.trace.kernel_names import decode
@@ -143,7 +151,7 @@ def main(argv=None):
     elif args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(trace, summary, predictions_of(trace), view))
+        print(as_json(trace, summary, predictions_of(trace), view, args.json == "short"))
     elif args.html is not None:
         from tracereader.show import page
 
@@ -344,7 +352,7 @@ def _as_ranks(args) -> bool:
         return False
     summary, traces = found
     if args.json:
-        print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT))
+        print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT, args.json == "short"))
     elif args.export is not None:
         pass
     elif args.html is not None:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from rich.console import Console
 
 from tracereader import progress
@@ -22,7 +22,7 @@ from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.replay import Refused
 from tracereader.show import lanes, opportunities, text
-from tracereader.show.as_json import VERSION
+from tracereader.show.as_json import PROPOSED, VERSION, Rows, form_of, written
 from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns
 from tracereader.show.view import View
@@ -70,6 +70,28 @@ SECTION_KEYS = {
     "try": ("opportunities",), "gpu": ("ranks",), "steps": ("ranks",),
     "work": ("matched", "groups", "kinds", "messages", "pairs"),
 }  # fmt: skip
+# The members of the short form in its order; None for a whole one.
+SHORT: dict[str, Rows | None] = {
+    **dict.fromkeys(("version", "form", "world_size", "device", "on_gpu", "regime", "regime_because", "in_short",
+                     "notes", "pace_setter", "straggler")),
+    "opportunities": PROPOSED,
+    "costs": Rows(COSTS_SHOWN, ("ranks", "more_us", "reasons", "link")),
+    "slow_hosts": Rows(COSTS_SHOWN),
+    "loss": None,
+    "loss.steps": Rows(10),
+    "slow_link": None,
+    "slow_link.ranks": Rows(10),
+    "ranks": Rows(RANKS_SHOWN, ("rank", "trace", "host", "window_us", "compute_us", "exposed_communication_us",
+                                "idle_us", "waited_for_others_us", "arrived_last", "others_waited_us",
+                                "message_waits")),
+    "steps": Rows(10),
+    "collectives": None,
+    "kinds": Rows(KINDS_SHOWN),
+    "pipeline": None,
+    "pairs": Rows(KINDS_SHOWN),
+    "missing": Rows(10),
+    "not_read": Rows(5),
+}  # fmt: skip
 
 
 def rank_as_builtins(one: RankFigures) -> dict:
@@ -101,16 +123,22 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
     return wanted
 
 
-def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> str:
+def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT, short: bool = False) -> str:
     """Return the JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
 
-    limit: the most bytes of JSON of a trace that is read again. Raises BadInput.
+    limit: the most bytes of JSON of a trace that is read again. short: the short form, unless `view` asks for more.
+    Raises BadInput.
     """
-    wanted = _wanted(summary, view)
+    sections, form = _wanted(summary, view), form_of(view, short)
     kept = summary if view.rank is None else _of_one(summary, view.rank)
     slow, (regime, because) = findings.straggler(summary), findings.regime(summary) or (None, None)
-    judged = {
-        "ranks": [rank_as_builtins(one) for one in kept.ranks],
+    ranks = kept.ranks
+    if form == "short" and len(ranks) > RANKS_SHOWN:
+        first = _slow_and_waiting(summary)
+        ranks = sorted(ranks, key=lambda one: (one not in first, -one.others_waited_us))
+    document = {"version": VERSION, "form": form} | asdict(kept)
+    document |= {
+        "ranks": [rank_as_builtins(one) for one in ranks],
         "not_read": {path: findings.why_not_read(why) for path, why in summary.not_read.items()},
         "collectives": len(summary.matched),
         "straggler": slow.rank if slow else None,
@@ -123,16 +151,15 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
         "regime": regime,
         "regime_because": because,
         "in_short": _told(summary, view),
+        "notes": notes(summary),
     }
-    if "try" in wanted:
+    if "try" in sections:
         found = rank_changes.opportunities(summary, limit)
-        judged["opportunities"] = [] if isinstance(found, Refused) else found
-    document = {"version": VERSION} | msgspec.to_builtins(kept) | msgspec.to_builtins(judged)
-    if view.only:
-        kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
-        left_out = {key for keys in SECTION_KEYS.values() for key in keys} - kept
-        document = {key: value for key, value in document.items() if key not in left_out}
-    return text.strict_json(document)
+        document["opportunities"] = [] if isinstance(found, Refused) else found
+    of_others = {key for keys in SECTION_KEYS.values() for key in keys}
+    of_others -= {key for section in sections for key in SECTION_KEYS.get(section, ())}
+    of_sections = [name for name in document if name not in of_others]
+    return written(document, {"short": SHORT, "sections": of_sections}.get(form))
 
 
 def _told(summary: RanksSummary, view: View) -> list[str]:
