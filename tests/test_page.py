@@ -1117,29 +1117,6 @@ def test_memory_is_judged_if_the_traces_record_it(capsys):
     assert "(memory <= 0%)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "before, after, status",
-    [pytest.param(EAGER, COMPILED, 0, marks=pytest.mark.exhaustive), (COMPILED, EAGER, 1)],
-    ids=("less", "more"),
-)
-def test_the_commands_of_the_documented_workflow_run(tmp_path, before, after, status):
-    """The commands of its step `compare` write the report and the comment, and give the exit status."""
-    workflow = re.search(r"- name: compare\n +run: \|\n((?: {10}.*\n)+)", (ROOT / "docs/report-page.md").read_text())
-    (tmp_path / "before.json").write_bytes(gzip.decompress(before.read_bytes()))
-    (tmp_path / "after.json").write_bytes(gzip.decompress(after.read_bytes()))
-    command = tmp_path / "bin/read-trace"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tracereader "$@"\n')
-    command.chmod(0o755)
-    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
-    there = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RUNNER_TEMP": str(tmp_path)}
-    done = subprocess.run(["bash", "-e", "-c", workflow[1]], env=there, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    assert (tmp_path / "comment.md").read_text().startswith("### Profile")
-    assert (tmp_path / "report.html").stat().st_size > 10_000
-    assert ("(launches > 0)" in done.stderr) == bool(status)
-
-
 def test_an_opportunitys_kernels_are_those_that_it_changes():
     """The named kernels of the change are exactly the casts of the raw events."""
     from tracereader.changes.catalogue import opportunities
