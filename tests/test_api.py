@@ -58,6 +58,15 @@ def test_the_texts_are_those_of_the_command(run, capsys):
     assert tracereader.compare(run, tracereader.read(GRAPH)) == capsys.readouterr().out
 
 
+def test_the_texts_are_returned_in_a_notebook_too(run, monkeypatch):
+    """rich shows what it prints there beside the standard output, and the kernel asks it for colors."""
+    graph = tracereader.read(GRAPH)
+    texts = run.report(), tracereader.compare(run, graph)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert (run.report(), tracereader.compare(run, graph)) == texts
+
+
 def test_a_page_is_written_once(run, tmp_path):
     run.page(tmp_path / "page.html")
     (tmp_path / "mine.html").write_text("mine")
@@ -112,3 +121,19 @@ def test_the_command_does_not_pay_for_it():
     code = "import sys, tracereader, tracereader.command; print('tracereader.api' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_notebook_runs(monkeypatch, capsys):
+    """Its cells run in order as a kernel runs them; the value of the last one is shown as a page."""
+    notebook = json.loads((ROOT / "docs/notebook.ipynb").read_text())
+    monkeypatch.chdir(ROOT / "docs")
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names = {}
+    for cell in cells[:-1]:
+        exec(cell, names)  # the cells are this repository's own
+    printed = capsys.readouterr().out
+    assert printed.startswith("overhead 5,797 µs with the profiler, 2,966 µs without it")
+    assert "replay the step as a CUDA graph: 2,966 -> " in printed and "nvjet_sm90" in printed
+    assert "aten::addmm" in printed and "the second is 7.8 times as fast" in printed
+    assert eval(cells[-1], names)._repr_html_().startswith("<iframe srcdoc=")
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])

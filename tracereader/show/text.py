@@ -1,5 +1,6 @@
 """The formats of figures, paths and tables. Names are shortened first, then columns are stacked; figures stay."""
 
+import io
 import itertools
 import json
 import math
@@ -33,7 +34,11 @@ def console() -> Console:
     else:
         columns = os.environ.get("COLUMNS", "")
         width = int(columns) if columns.isdecimal() and int(columns) else PIPE_WIDTH
-    return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
+    # A text that is returned is plain, and a notebook asks rich for colors and shows what it prints elsewhere.
+    terminal = False if isinstance(sys.stdout, io.StringIO) else None
+    return Console(
+        highlight=False, soft_wrap=True, emoji=False, width=width, force_jupyter=False, force_terminal=terminal
+    )
 
 
 def ascii_only(out: Console) -> bool:
