@@ -120,7 +120,7 @@ def test_every_command_is_one_that_its_program_takes(page, command, scripts, mon
     elif Path(program).stem in scripts:
         scripts[Path(program).stem].flags(flags)
     else:
-        known = ("pytest", "ruff", "trace-util", "python", "sweep.py", "recompile.py")
+        known = ("pytest", "ruff", "trace-util", "python", "sweep.py", "recompile.py", "read-trace-mcp")
         assert program in known or (program.startswith(("docs/", "benchmarks/")) and (ROOT / program).is_file())
 
 

@@ -86,20 +86,29 @@ def test_the_wheel_installs_without_torch_and_reads_traces(tmp_path, wheel, ours
     python = tmp_path / "empty/bin/python"
     uv("pip", "install", "--python", python, wheel)
     packages = {path.name.split("-")[0].lower() for path in (tmp_path / "empty").rglob("*.dist-info")}
-    assert packages == {"profiling_in_pytorch", "rich", "msgspec", "markdown_it_py", "mdurl", "pygments"}
+    assert packages == {"read_trace", "rich", "msgspec", "markdown_it_py", "mdurl", "pygments"}
     size = sum(file.stat().st_size for file in (tmp_path / "empty").rglob("*") if file.is_file())
     assert size < 30e6
 
     read_trace = python.parent / "read-trace"
     assert json.loads(printed(read_trace, TRACE, "--json"))["devices"] == ["NVIDIA H200"]
+    assert printed(read_trace, "--json=schema") == (ROOT / "tracereader/schema.json").read_text()
     assert printed(read_trace, "--version") == f"read-trace {tracereader.__version__}\n"
     assert [printed(read_trace, *words) for words in REPORTS] == ours  # every Python says the same
     assert printed(python, "-c", IN_PROCESSES, *RANKS) == "2 {}\n"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version", ["3.10", "3.13"])
+def test_uvx_runs_the_wheel(wheel, ours, version):
+    words = ("tool", "run", "--isolated", "--quiet", "--python", interpreter(version), "--from", wheel, "read-trace")
+    assert [printed("uv", *words, *report) for report in REPORTS] == ours
+
+
 def test_the_version_and_the_pythons_are_those_that_are_declared():
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert said["project"]["version"] == tracereader.__version__
+    assert f"## {tracereader.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     first, last = (int(version.removeprefix("3.")) for version in (DECLARED[0], DECLARED[-1]))
     assert said["project"]["requires-python"] == f">=3.{first},<3.{last + 1}"
 

@@ -1,6 +1,6 @@
 """Reads any trace of PyTorch's profiler, without torch."""
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 __all__ = ["Run", "TraceError", "__version__", "compare", "read", "read_ranks"]
 
 
