@@ -107,7 +107,7 @@ def types_of_a_trace() -> dict[str, object]:
     for part in map(found.pop, as_json.FLAT):
         found |= {field.encode_name: field.type for field in msgspec.structs.fields(part)}
     del found["facts"], found["cpu"]
-    found |= {name: typing.get_type_hints(getattr(Cpu, field).func)["return"] for name, field in Cpu.FIELDS.items()}
+    found |= {name: typing.get_type_hints(getattr(Cpu, name).func)["return"] for name in Cpu.FIELDS}
     return found | OF_A_TRACE
 
 

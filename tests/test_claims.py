@@ -234,5 +234,5 @@ def test_an_op_that_launches_has_no_rate_of_the_cpu(tmp_path, capsys, launches):
         if launches:
             made.events.append(event("cudaLaunchKernel", "cuda_runtime", at + 12, 5, correlation=step))
     path = written(tmp_path, made.events)
-    assert bool(summarize(read(path)).cpu.work) != launches
+    assert bool(summarize(read(path)).cpu.cpu_work) != launches
     assert ("GFLOP/s" in report(capsys, path, "--all")) != launches

@@ -30,8 +30,8 @@ def test_products_and_pointwise_ops_with_their_rates():
     _, events = raw_step(MLP, summary.typical_step)
     ops = {"aten::mm", "aten::gelu", "aten::mul"}
     expected = sorted((e for e in events if e["name"] in ops), key=lambda e: e["ts"])
-    assert [one.name for one in summary.cpu.work] == [e["name"] for e in expected]
-    for one, call in zip(summary.cpu.work, expected, strict=True):
+    assert [one.name for one in summary.cpu.cpu_work] == [e["name"] for e in expected]
+    for one, call in zip(summary.cpu.cpu_work, expected, strict=True):
         left, right = (call["args"]["Input Dims"] + [[]])[:2]
         if one.name == "aten::mm":
             flops = 2 * left[0] * left[1] * right[1]
@@ -41,7 +41,7 @@ def test_products_and_pointwise_ops_with_their_rates():
             read_ = math.prod(left) + (math.prod(right) if one.name == "aten::mul" else 0)
             assert one.bytes_moved == 2 * (read_ + math.prod(left))
             assert one.gb_s == pytest.approx(one.bytes_moved / call["dur"] / 1e3, rel=1e-4)
-    assert [one.layer for one in summary.cpu.work if one.product] == ["gate_proj", "up_proj", "down_proj"]
+    assert [one.layer for one in summary.cpu.cpu_work if one.product] == ["gate_proj", "up_proj", "down_proj"]
 
 
 def test_rates_are_shares_of_the_runs_measured_peaks(capsys):
@@ -51,9 +51,9 @@ def test_rates_are_shares_of_the_runs_measured_peaks(capsys):
     mark, events = raw_step(MLP, summary.typical_step)
     products = [e for e in events if e["name"] == "aten::mm"]
     best = [min(1, 2 * 8192 * 768 * 3072 / e["dur"] / 1e6 / roofs["tflops"]) for e in products]
-    assert [one.of_roof for one in summary.cpu.work if one.product] == pytest.approx(best, rel=1e-4)
-    assert {one.roof for one in summary.cpu.work if one.product} == {"compute"}
-    for one in summary.cpu.work:
+    assert [one.of_roof for one in summary.cpu.cpu_work if one.product] == pytest.approx(best, rel=1e-4)
+    assert {one.roof for one in summary.cpu.cpu_work if one.product} == {"compute"}
+    for one in summary.cpu.cpu_work:
         if one.bytes_moved:
             assert one.roof == "memory" and one.of_roof == pytest.approx(one.gb_s / roofs["gb_s"])
     took = [e["dur"] for e in products]
@@ -79,23 +79,23 @@ def flags_and_roofs(tmp_path, roofs, trace=MLP, dtype="bf16"):
      {"tflops": True, "gb_s": 1.0}, {"tflops": 10**400, "gb_s": 1.0}],
 )  # fmt: skip
 def test_unmeasured_peaks_are_none(tmp_path, roofs):
-    assert {one.roof for one in flags_and_roofs(tmp_path, roofs).cpu.work} == {None}
+    assert {one.roof for one in flags_and_roofs(tmp_path, roofs).cpu.cpu_work} == {None}
 
 
 def test_a_peak_applies_to_its_type_and_to_memory_traffic(tmp_path):
-    found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 50.0}, dtype="fp32").cpu.work
+    found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 50.0}, dtype="fp32").cpu.cpu_work
     assert {one.roof for one in found if one.product} == {None}, "bf16 products, fp32 roof"
-    found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 1.0}).cpu.work
+    found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 1.0}).cpu.cpu_work
     assert {one.roof for one in found if one.bytes_moved} == {None}, "faster than memory: out of a cache"
     small = CPU / "05_llm/1x512_bf16_warm_eager_layers4_shapes.json.gz"
-    found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 1e6}, small).cpu.work
+    found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 1e6}, small).cpu.cpu_work
     large = [one for one in found if one.roof == "memory" or (one.product and one.product.elements * 2 > 2**25)]
     assert len(large) == 1 and large[0].product.n == 151_936, "a few kB are in a cache"
 
 
 def test_work_far_from_both_peaks_is_not_bound_by_them(capsys):
     trace = CPU / "04_c_sdpa_attention/8x16x1024x64_bf16_warm_eager_flash_shapes.json.gz"
-    (one,) = summarize(read(trace)).cpu.work
+    (one,) = summarize(read(trace)).cpu.cpu_work
     _, events = raw_step(trace, summarize(read(trace)).typical_step)
     (event,) = [e for e in events if e["name"] == "aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert event["args"]["Concrete Inputs"][4] == "True"
@@ -142,7 +142,7 @@ def test_calls_of_one_size_are_one_line(capsys):
 
 def test_inductors_kernels_are_named(capsys):
     trace = CPU / "03_simple_mlp/64x128x768x3072_bf16_warm_compile.json.gz"
-    names = [one.name for one in summarize(read(trace)).cpu.work]
+    names = [one.name for one in summarize(read(trace)).cpu.cpu_work]
     assert [name for name in names if "cpp_fused" in name] == ["graph_0_cpp_fused__unsafe_view_gelu_mul_0"]
     assert names.count("aten::mm") == 3
     assert cli.main([str(trace), "--only", "predictions"]) == 0
@@ -184,7 +184,7 @@ def test_inductors_code_is_not_time_outside_ops(tmp_path, capsys):
 
 
 def test_a_trace_with_gpu_work_has_no_cpu_work():
-    assert summarize(read(H200 / "01_matmul_add/64_bf16_warm_eager.json.gz")).cpu.work == ()
+    assert summarize(read(H200 / "01_matmul_add/64_bf16_warm_eager.json.gz")).cpu.cpu_work == ()
 
 
 def test_a_guard_failure_is_a_compilation_in_the_middle(capsys):
@@ -284,7 +284,7 @@ def test_computing_ops_count_once_and_by_type(tmp_path, capsys):
         ("aten::mm", "cpu_op", 310, 5, 1, recorded(square, [FP32, FP32])),
     ]  # fmt: skip
     trace = made(tmp_path, slices)
-    found = [(one.name, one.type, one.flops) for one in summarize(read(trace)).cpu.work]
+    found = [(one.name, one.type, one.flops) for one in summarize(read(trace)).cpu.cpu_work]
     assert found == [
         ("aten::bmm", FP32, 2 * 4 * 8**3), ("aten::mm", FP32, 2 * 64**3), ("aten::mm", BF16, 2 * 64**3),
         ("aten::mm", "", None), ("aten::mul", FP32, None),
@@ -313,10 +313,10 @@ def test_products_below_the_ridge_point_are_memory_bound(capsys):
 
 
 def test_a_peak_that_the_run_exceeds_is_none(tmp_path):
-    best = max(one.tflops for one in summarize(read(MLP)).cpu.work if one.product)
-    found = flags_and_roofs(tmp_path, {"tflops": best / 1.05, "gb_s": 50.0}).cpu.work
+    best = max(one.tflops for one in summarize(read(MLP)).cpu.cpu_work if one.product)
+    found = flags_and_roofs(tmp_path, {"tflops": best / 1.05, "gb_s": 50.0}).cpu.cpu_work
     assert max(one.of_roof for one in found if one.product) == 1.0, "a little above: it is the best itself"
-    found = flags_and_roofs(tmp_path, {"tflops": best / 1.2, "gb_s": 50.0}).cpu.work
+    found = flags_and_roofs(tmp_path, {"tflops": best / 1.2, "gb_s": 50.0}).cpu.cpu_work
     assert {one.roof for one in found if one.product} == {None}
 
 
@@ -332,7 +332,7 @@ def test_an_op_is_bound_by_the_peak_on_its_side_of_the_ridge_point(tmp_path):
     facts = {"roofs": {"tflops": tflops, "gb_s": gb_s}}
     lesson = {"script": "x", "flags": {"dtype": "fp32"}, "guesses": [], "facts": facts}
     (tmp_path / "made.json").write_text(json.dumps({"traceEvents": calls, "lesson": lesson}))
-    found = summarize(read(tmp_path / "made.json")).cpu.work
+    found = summarize(read(tmp_path / "made.json")).cpu.cpu_work
     for one, ((m, k), (_, n)) in zip(found, shapes, strict=False):
         flops, moved = 2 * m * k * n, 4 * (m * k + k * n + m * n)
         below = flops / moved < tflops * 1e3 / gb_s
@@ -361,7 +361,7 @@ def test_concurrent_threads_count_once(tmp_path, capsys):
         screen = capsys.readouterr().out
         assert word in screen
         assert ("80% of the step is in ops that reach 100%" in screen) == (word == "Compute-bound")
-        assert covered_us(summarize(read(file)).cpu.work) == us
+        assert covered_us(summarize(read(file)).cpu.cpu_work) == us
 
 
 def test_work_far_below_every_peak_is_small_or_on_a_shared_machine(tmp_path, capsys):

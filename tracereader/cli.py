@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import BadInput, OneLineParser, RunFailed, command, is_url, not_negative, positive, printable
+from tracereader.command import DEFAULT_LIMIT, BadInput, OneLineParser, command, is_url, not_negative, positive
 from tracereader.show import sections
 
 SCHEMA = Path(__file__).with_name("schema.json")  # docs/schema.py makes it
@@ -41,7 +41,7 @@ def main(argv=None):
     forms = "print a trace, or one run's ranks, as JSON in short; =all: all measurements; =schema: the form of both"
     option("--json", nargs="?", choices=("short", "all", "schema"), metavar="=all", help=forms)
     most = "read at most this many bytes of uncompressed JSON (default: 4 GB)"
-    option("--limit", type=positive, metavar="BYTES", help=most)
+    option("--limit", type=positive, default=DEFAULT_LIMIT, metavar="BYTES", help=most)
     captures = "the trace of the capture of its CUDA graphs, or a folder of such traces: names the ops and modules of "
     option("--capture", action="append", default=[], metavar="PATH", help=captures + "replayed kernels")
     by = "count each call of this annotation as a step, for a trace that was recorded without prof.step()"
@@ -74,7 +74,7 @@ def main(argv=None):
         print(SCHEMA.read_text(encoding="utf-8"), end="")
         return
     if args.name is not None:
-        from tracereader.show.text import console, paragraph, plain
+        from tracereader.show.text import console, paragraph, plain, printable
         from tracereader.trace.kernel_names import decode
 
         print(printable(args.name))
@@ -105,9 +105,8 @@ def main(argv=None):
         return
     if args.rank is not None:
         raise BadInput("--rank shows one of several ranks: name the traces of at least two, or add --ranks")
-    for flag in ("open", "json", "against", "capture", "export"):
-        if getattr(args, flag) and len(args.traces) > 1:
-            raise BadInput(f"--{flag} takes one trace")
+    if len(args.traces) > 1:
+        _refuse(args, ("open", "json", "against", "capture", "export"), "--{} takes one trace")
     for refused, why in (
         (args.previous and len(args.traces) < 3, "--previous needs at least three traces"),
         (args.capture and args.against, "--capture takes one trace: leave out --against"),
@@ -124,7 +123,6 @@ def main(argv=None):
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
-    from tracereader.trace.document import DEFAULT_LIMIT
     from tracereader.trace.marks import StepsBy
 
     view = View.of(args)
@@ -139,11 +137,11 @@ def main(argv=None):
     if args.export is not None:
         from tracereader.show import export
 
-        export.write(first, args.export, args.force, args.limit or DEFAULT_LIMIT)
+        export.write(first, args.export, args.force, args.limit)
         return
     # Before reading the first one, which may take long.
     _require([*others, *(one for one in args.capture if not one.is_dir())])
-    trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT, tuple(args.capture))
+    trace, summary = report.opened(first, view, args.limit, tuple(args.capture))
     if others:
         one = [trace]
         del trace  # so that the comparison can free it before it reads the next one
@@ -161,7 +159,7 @@ def main(argv=None):
     if args.open:
         from tracereader.show import perfetto
 
-        perfetto.hand_over(args.traces[-1], limit=args.limit or DEFAULT_LIMIT)
+        perfetto.hand_over(args.traces[-1], limit=args.limit)
 
 
 def _compare(args, view, first: list, summary, limits) -> None:
@@ -170,7 +168,6 @@ def _compare(args, view, first: list, summary, limits) -> None:
     first: a list with the first trace, which is removed from it, so that no two traces are in memory at a time.
     """
     from tracereader.show import comparison, report
-    from tracereader.trace.document import DEFAULT_LIMIT
 
     runs = None
     if args.html is not None:
@@ -186,7 +183,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
         summary.cpu.keep()
         del trace
         gc.collect()  # frees the trace: parents and children refer to each other
-        trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
+        trace, summary = report.opened(path, view, args.limit)
         summaries.append(summary)
         if runs is not None:
             runs.add(trace, summary)
@@ -199,6 +196,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
     elif runs is None:
         comparison.side_by_side(summaries, view, args.previous, proposed)
     if limits:
+        from tracereader.command import RunFailed
         from tracereader.show.limits import crossed
 
         if crossings := crossed(summaries, limits):
@@ -231,11 +229,10 @@ def _front_ends(args, jobs: list[list[Path]]) -> list[Path]:
     if not any(len(paths) > 1 for paths in jobs):
         return []
     from tracereader.figures.reading import front_ends
-    from tracereader.trace.document import DEFAULT_LIMIT
 
     found = []
     for paths in jobs:
-        gone = front_ends(paths, args.limit or DEFAULT_LIMIT)
+        gone = front_ends(paths, args.limit)
         paths[:] = [path for path in paths if path not in gone]
         found += gone
     return found
@@ -270,9 +267,8 @@ def _refuse_beside_html(args) -> None:
     """Raise BadInput for flags that --html excludes, and for a file that cannot be written."""
     from tracereader.show.page import files
 
-    for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank"):
-        if _is_given(args, flag):
-            raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
+    others = ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank")
+    _refuse(args, others, "--html writes the whole report to a file: leave out --{}")
     captures = []
     if args.capture:
         from tracereader.trace.capture import files_of
@@ -282,20 +278,21 @@ def _refuse_beside_html(args) -> None:
     files.refuse_early(args.html, args.force, [*args.traces, *captures])
 
 
-def _is_given(args, flag: str) -> bool:
-    """Return whether a flag was given. The number 0 is a value."""
-    value = getattr(args, flag)
-    return value is not None and value is not False and value != []
+def _refuse(args, flags: Iterable[str], why: str) -> None:
+    """Raise BadInput if one of these flags was given; why has its name in place of {}. The number 0 is a value."""
+    for flag in flags:
+        value = getattr(args, flag)
+        if value is not None and value is not False and value != []:
+            raise BadInput(why.format(flag.replace("_", "-")))
 
 
 def _refuse_beside_export(args) -> None:
     """Raise BadInput for flags that --export excludes, and for a file that cannot be written."""
     from tracereader.show import export
 
-    for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
-                 "html", "step", "steps", "whole", "process", "capture", "rank"):  # fmt: skip
-        if _is_given(args, flag):
-            raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
+    others = ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
+              "html", "step", "steps", "whole", "process", "capture", "rank")  # fmt: skip
+    _refuse(args, others, "--export writes a trace and prints no report: leave out --{}")
     export.refuse_early(args.export, args.force, args.traces)
 
 
@@ -306,17 +303,15 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     if not all(map(reading.are_ranks, jobs)):
         return False
     # --ranks and --cluster read all traces as one job.
-    for flag in ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
-                 "process", "steps", "whole"):  # fmt: skip
-        if _is_given(args, flag):
-            raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
+    others = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
+              "process", "steps", "whole")  # fmt: skip
+    _refuse(args, others, "--{} is not for a comparison of jobs: name the ranks of one job")
     from msgspec.structs import replace
 
     from tracereader.show import jobs as shown
     from tracereader.show.view import View
-    from tracereader.trace.document import DEFAULT_LIMIT
 
-    shown.explain(jobs, replace(View.of(args), left_out=args.left_out), args.limit or DEFAULT_LIMIT)
+    shown.explain(jobs, replace(View.of(args), left_out=args.left_out), args.limit)
     return True
 
 
@@ -328,17 +323,14 @@ def _as_ranks(args) -> bool:
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
-    for flag in ("whole", "steps", "process"):
-        if _is_given(args, flag):
-            raise BadInput(f"--{flag} is for traces of one process: leave it out, or name the trace of one rank")
+    why = "--{} is for traces of one process: leave it out, or name the trace of one rank"
+    _refuse(args, ("whole", "steps", "process"), why)
     if args.json and args.open:
         raise BadInput(ONLY_JSON)
-    for flag in ("open", "export"):
-        if args.cluster and getattr(args, flag):
-            raise BadInput(f"--{flag} reads every trace on this machine: leave out --cluster")
+    if args.cluster:
+        _refuse(args, ("open", "export"), "--{} reads every trace on this machine: leave out --cluster")
     from tracereader.show import merged, perfetto, ranks
     from tracereader.show.view import View
-    from tracereader.trace.document import DEFAULT_LIMIT
 
     view = replace(View.of(args), rank=args.rank, left_out=args.left_out)
     with contextlib.ExitStack() as stack:
@@ -347,23 +339,23 @@ def _as_ranks(args) -> bool:
             from tracereader.cluster import workers_of
 
             executor = stack.enter_context(workers_of(args.cluster))
-        found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, args.ranks, executor)
+        found = ranks.opened(args.traces, view, args.limit, args.ranks, executor)
     if found is None:
         return False
     summary, traces = found
     if args.json:
-        print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT, args.json == "short"))
+        print(ranks.as_json(summary, view, args.limit, args.json == "short"))
     elif args.export is not None:
         pass
     elif args.html is not None:
         from tracereader.show import page
 
-        page.write(page.of_ranks(summary, traces, args.limit or DEFAULT_LIMIT), args.html, args.force)
+        page.write(page.of_ranks(summary, traces, args.limit), args.html, args.force)
     else:
-        ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
+        ranks.explain(summary, traces, view, args.limit)
     if args.open or args.export is not None:
         with _refused():
-            name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)
+            name, content = merged.merged(summary, args.limit)
         if args.open:
             perfetto.hand_over(name, content)
         else:
@@ -380,7 +372,3 @@ def entry() -> int:
         return main()
     finally:
         gc.freeze()  # Python collects at its end, too
-
-
-if __name__ == "__main__":
-    sys.exit(entry())

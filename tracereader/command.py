@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON that are read
 LONG_WORD = 40  # the number of characters of an argument that an error message repeats at most
 
 

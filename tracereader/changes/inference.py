@@ -233,7 +233,9 @@ def _of_one_us(case: Case, one: GpuWork, tokens: int) -> float:
 
 def _follows_merge_adapters(before: Side, after: Side) -> bool:
     """Products of a small rank are gone, and the number and sizes of all other products are the same."""
-    some = [single_products(side) if on_the_gpu(before, after) else side.summary.cpu.work for side in (before, after)]
+    some = [
+        single_products(side) if on_the_gpu(before, after) else side.summary.cpu.cpu_work for side in (before, after)
+    ]
     was, now = (Counter(one.product for one in each if one.product and one.product.batch == 1) for each in some)
     of_rank, left = (sum(count for one, count in each.items() if is_of_rank(one)) for each in (was, now))
     others = [{one: count for one, count in each.items() if not is_of_rank(one)} for each in (was, now)]

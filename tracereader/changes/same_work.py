@@ -70,7 +70,7 @@ def same_on_the_cpu(before: Side, after: Side, fused: bool = False) -> bool:
     """
     names = (*PRODUCTS, *CONVOLUTIONS, *ATTENTION)
     calls = [Counter({name: side.ops[name] for name in names}) for side in (before, after)]
-    sizes = [Counter((one.product, one.attention) for one in side.summary.cpu.work if one.product or one.attention)
+    sizes = [Counter((one.product, one.attention) for one in side.summary.cpu.cpu_work if one.product or one.attention)
              for side in (before, after)]  # fmt: skip
     parts = [[any(name.startswith(part) for name in side.ops) for part in (AUTOGRAD, INDUCTORS_CALL)]
              for side in (before, after)]  # fmt: skip

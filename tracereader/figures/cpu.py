@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
-from types import MappingProxyType
 
 import msgspec
 
@@ -60,18 +59,7 @@ class Cpu:
     """
 
     # As --json names them.
-    FIELDS = MappingProxyType(
-        {
-            "label": "label",
-            "chain": "chain",
-            "ops": "ops",
-            "inputs": "inputs",
-            "runtime": "runtime",
-            "cpu_work": "work",
-            "outside_ops": "outside_ops",
-            "op_threads": "op_threads",
-        }
-    )
+    FIELDS = ("label", "chain", "ops", "inputs", "runtime", "cpu_work", "outside_ops", "op_threads")
 
     def __init__(self, trace: Trace, step: Step, layers: Mapping[int, str]):
         """layers: the model's layer of an op, by the op's id (see layers.py)."""
@@ -84,15 +72,10 @@ class Cpu:
     def keep(self) -> None:
         """Measure everything now, so that the trace can be freed."""
         if self._trace is not None:
-            self.fields()
-            for name in ("without_gpu_work", "recorded_calls", "ops_and_launches", "recorded_us"):
+            for name in (*self.FIELDS, "without_gpu_work", "recorded_calls", "ops_and_launches", "recorded_us"):
                 getattr(self, name)
             self.__dict__.pop("_reach_gpu", None)
             self._trace = self._step = self._layers = None
-
-    def fields(self) -> dict[str, object]:
-        """Return all figures by their names in --json."""
-        return {name: getattr(self, field) for name, field in self.FIELDS.items()}
 
     @cached_property
     def label(self) -> Label | None:
@@ -165,7 +148,7 @@ class Cpu:
         return self._times(self._calls("runtime"))
 
     @cached_property
-    def work(self) -> tuple[CpuWork, ...]:
+    def cpu_work(self) -> tuple[CpuWork, ...]:
         if not self._no_gpu or shows_use(self._trace.backend):
             return ()  # an op's time is not that of its work, which a device does later
         return cpu_work(self._step, self._layers, self._trace.facts)

@@ -222,7 +222,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     loading = summary.training.loading
     if loading is not None and loading.share > MUCH_WAITING:
         return "cpu-only", f"the step waits for the DataLoader's next batch for {loading.share:.0%} of its time"
-    for one in summary.cpu.work:
+    for one in summary.cpu.cpu_work:
         if one.of_roof is not None:
             groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
     for (near, roof), ops in groups.items():
@@ -296,7 +296,7 @@ def _slow_products(summary: Summary) -> str | None:
         return None
     slow = [
         one
-        for one in summary.cpu.work
+        for one in summary.cpu.cpu_work
         if one.best_us is not None
         and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
         and one.us > FAR_SLOWER * one.best_us + MARGIN_US

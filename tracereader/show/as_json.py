@@ -24,35 +24,27 @@ from tracereader.trace import Trace
 from tracereader.trace.facts import as_stored
 from tracereader.trace.kernel_names import cut, labels
 
-# The parts of the summary that each section of the report shows.
+# The members that each section of the report shows; of the other sections, the member of the same name.
 SECTION_KEYS = {
     "try": ("opportunities", "opportunities_refused"),
     "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding",
               "communication"),
-    "table": ("table",),
-    "predictions": ("predictions",),
     "steps": ("steps", "left_out", "cpu_us"),
     "gpu": ("gpu", "families", "step_gpu", "idle_in", "idle_in_graphs_us", "idle_python", "by_label", "by_phase",
             "by_module", "by_module_class"),
-    "repeats": ("repeats",),
     "training": ("training", "by_label", "by_phase", "by_module", "by_module_class"),
-    "kernels": ("kernels",),
     "cpu": ("ops", "inputs", "runtime", "cpu_work"),
     "work": ("gpu_work",),
     "names": ("gpu_work",),
-    "starts": ("starts",),
-    "counters": ("counters",),
-    "inside": ("inside",),
-    "series": ("series",),
     "chain": ("label", "chain"),
     "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs",
                  "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
                  "cast_products"),
 }  # fmt: skip
-ALWAYS = ("version", "form", "trace", "lesson", "devices", "backend", "rank", "world_size", "has_steps", "steps_by",
-          "steps_end_with_it", "processes", "calls_in_a_step", "outside_us", "shapes_recorded", "recording", "notes",
-          "warnings", "busy_machine", "typical_step", "typical_index", "window_us", "recorded_step_us",
-          "unprofiled_step_us")  # fmt: skip
+ALWAYS = ("version", "form", "trace", "devices", "backend", "rank", "world_size", "has_steps", "steps_by",
+          "steps_end_with_it", "calls_in_a_step", "outside_us", "shapes_recorded", "typical_step", "window_us",
+          "recorded_step_us", "unprofiled_step_us", "recording", "notes", "warnings", "busy_machine", "processes",
+          "typical_index", "lesson")  # fmt: skip
 # Raised when a documented name disappears or changes its meaning. 3: --json alone is the short form.
 VERSION = 3
 # The summary's parts whose fields are at the top level of the document.
@@ -77,17 +69,12 @@ PROPOSED = Rows(8, ("change", "title", "step_us", "step_us_after", "saves_us", "
                     "conditional"))  # fmt: skip
 # The members of the short form in its order; None for a whole one.
 SHORT: dict[str, Rows | None] = {
-    **dict.fromkeys(("version", "form", "trace", "devices", "backend", "rank", "world_size", "has_steps", "steps_by",
-                     "steps_end_with_it", "calls_in_a_step", "outside_us", "typical_step", "recorded_step_us",
-                     "unprofiled_step_us", "waits_for", "waits_because")),
+    **dict.fromkeys([*ALWAYS[: ALWAYS.index("recording")], "waits_for", "waits_because", "notes", "busy_machine"]),
     "warnings": Rows(8),
-    "notes": None,
-    "busy_machine": None,
     "opportunities": PROPOSED,
     "opportunities_refused": None,
     "patterns": Rows(12, ("name", "figure", "change")),
     "steps": Rows(10, ("name", "cpu_us", "gpu_busy_us", "launches", "gpu_idle_share", "cause"), "cpu_us"),
-    "window_us": None,
     "gpu": None,
     "families": Rows(8, by="us"),
     "kernels": Rows(10, ("name", "family", "asked_by", "count", "total_us", "share", "median_us"), "total_us"),
@@ -97,16 +84,15 @@ SHORT: dict[str, Rows | None] = {
     "recording": None,
     "recording.left_out": Rows(10),
     "recording.lost_calls": Rows(10),
-    "shapes_recorded": None,
     "processes": Rows(8),
-}  # fmt: skip
+}
 
 
 def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], view: View, short: bool = False) -> str:
     """Return one JSON document: times in µs, shares from 0 to 1. short: the short form, unless `view` asks for more."""
     form = form_of(view, short)
-    sections = dict.fromkeys((*ALWAYS, *(key for one in view.only or () for key in SECTION_KEYS.get(one, ()))))
-    wanted = {"short": SHORT, "sections": tuple(sections)}.get(form)
+    sections = [*ALWAYS, *(key for one in view.only or () for key in SECTION_KEYS.get(one, (one,)))]
+    wanted = {"short": SHORT, "sections": sections}.get(form)
     document = {"version": VERSION, "form": form, "lesson": None} | asdict(summary)
     for part in map(document.pop, FLAT):
         document |= {field.encode_name: getattr(part, field.name) for field in fields(part)}
@@ -137,8 +123,7 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     step = trace.steps[summary.typical_index]
     # These are measured only if they are wanted.
     cpu = document.pop("cpu")
-    document |= {name: partial(getattr, cpu, field) for name, field in cpu.FIELDS.items()}
-    document |= {
+    document |= {name: partial(getattr, cpu, name) for name in cpu.FIELDS} | {
         "table": partial(profiler_table, trace),
         "starts": partial(starts, trace, step),
         "series": partial(series, trace, step, summary.left_out),

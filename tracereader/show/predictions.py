@@ -51,12 +51,6 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
             paragraph(out, said, f"  {MARKS[None]}  ", " " * 7)
 
 
-def evidence_against(predictions: Sequence[Prediction], summary: Summary) -> str:
-    """Return the evidence that show() prints against predictions."""
-    verdicts = [one.ask(summary) for one in predictions]
-    return "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
-
-
 def _how_many_hold(answers: Sequence[tuple[Prediction, Verdict]], brief: bool) -> str:
     """Return the sentence about how many predictions hold. brief: whether only those that do not hold are listed."""
     holds = [verdict.holds for _, verdict in answers]

@@ -456,14 +456,14 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
                 out.print()
             print_columns(out, (title, f"self {unit.name}", f"total {unit.name}", "calls"), rows, section="cpu")
     same: dict[tuple, list[CpuWork]] = {}
-    for one in summary.cpu.work:
+    for one in summary.cpu.cpu_work:
         if one.flops or one.bytes_moved:
             key = (one.layer, one.name, one.type, one.product, one.attention, one.bytes_moved)
             same.setdefault(key, []).append(one)
     shown = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))[: view.most(RATES_SHOWN)]
     if shown:
         out.print("[bold]sizes and rates of the costliest ops[/bold]")
-    types = len({one.type for one in summary.cpu.work if one.type}) > 1
+    types = len({one.type for one in summary.cpu.cpu_work if one.type}) > 1
     for calls in shown:
         paragraph(out, plain(_rates(calls, types)), "  ", "    ")
 
@@ -493,7 +493,8 @@ def _of_best(calls: Sequence[CpuWork]) -> str:
 
 def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Prediction]) -> None:
     """Print each step on both lanes; the last ones share medians. Reasons among the predictions are not repeated."""
-    above = predictions.evidence_against(predicted, summary) if view.brief else ""
+    verdicts = [one.ask(summary) for one in predicted if view.brief]
+    above = "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
     gpu = summary.has_gpu_work

@@ -69,20 +69,13 @@ def head(title: str, section: str) -> str:
     return f"[bold][link={REFERENCE.as_uri()}#{section}]{title}[/link][/bold]" if REFERENCE.is_file() else bold(title)
 
 
-def strict_json(document: object) -> str:
-    """Return the document as strict, indented JSON. Numbers that are not finite become null."""
+def strict_json(document: object, compact: bool = False) -> str:
+    """Return the document as strict JSON, indented or without blanks. Numbers that are not finite become null."""
+    style = {"separators": (",", ":")} if compact else {"indent": 1}
     try:
-        return json.dumps(document, indent=1, allow_nan=False)
+        return json.dumps(document, allow_nan=False, **style)
     except ValueError:
-        return json.dumps(_without_nan(document), indent=1, allow_nan=False)
-
-
-def _without_nan(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_nan(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(json.loads(json.dumps(document), parse_constant=lambda _: None), **style)
 
 
 def bold(text: str) -> str:

@@ -20,6 +20,7 @@ from typing import BinaryIO, Generic, Literal, TypeVar
 import msgspec
 
 from tracereader import progress
+from tracereader.command import DEFAULT_LIMIT as DEFAULT_LIMIT
 from tracereader.command import NONE_IN_FOLDER, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace
@@ -28,7 +29,6 @@ from tracereader.trace.facts import RunFacts, run_facts
 from tracereader.trace.lenient import Defects
 from tracereader.trace.types import SHAPES
 
-DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON
 DEFLATE_MOST = 1032  # to one, by the format
 # What reading takes at most, per brace of the JSON (an event that is {} becomes 300 bytes; with json, 800)
 # and per byte.

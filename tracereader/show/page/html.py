@@ -9,7 +9,6 @@ names by their hashes.
 import base64
 import gzip
 import hashlib
-import json
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -45,20 +44,12 @@ def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) 
 
 def escaped(document: object) -> str:
     """Return a document as JSON in which no character can end the block around it."""
-    return _strict(document).translate(ESCAPED)
-
-
-def _strict(document: object) -> str:
-    """Return strict JSON without blanks. Numbers that are not finite become null."""
-    try:
-        return json.dumps(document, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        return json.dumps(json.loads(strict_json(document)), separators=(",", ":"))
+    return strict_json(document, compact=True).translate(ESCAPED)
 
 
 def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
     """Return the length of the description (8 bytes, little-endian), the description and the columns, as base64."""
-    head = _strict(slices).encode()
+    head = strict_json(slices, compact=True).encode()
     whole = b"".join([len(head).to_bytes(8, "little"), head, *chunks])
     return base64.b64encode(gzip.compress(whole, LEVEL, mtime=0)).decode()
 
