@@ -61,7 +61,7 @@ class Point:
         from tracereader.trace import read
 
         summary = summarize(read(trace))
-        work = summary.gpu_work or summary.cpu.work
+        work = summary.gpu_work or summary.cpu.cpu_work
         total = sum(one.us for one in work)
         on_gpu = bool(summary.gpu_work)
         products = [one for one in work if one.family in ("GEMM", "matrix product")]
@@ -72,7 +72,7 @@ class Point:
             bound_by=bound_by(summary),
             idle_share=summary.idle_share,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
-            compute_share=None if on_gpu or not total else covered_us(summary.cpu.work) / summary.chosen.cpu_us,
+            compute_share=None if on_gpu or not total else covered_us(summary.cpu.cpu_work) / summary.chosen.cpu_us,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.source.facts.peak_bytes,
