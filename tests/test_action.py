@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from references import CHANGES, ROOT
-
-yaml = pytest.importorskip("yaml")
 
 ACTION = yaml.safe_load((ROOT / "action/action.yml").read_text())
 STEPS = ACTION["runs"]["steps"]
