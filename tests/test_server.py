@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import select
 import sys
 
 import pytest
@@ -76,6 +78,31 @@ def test_a_program_is_recorded(call, tmp_path):
     assert not failed and "4 steps" in text and trace.exists()
     failed, text = call("read", traces=[str(trace)])
     assert not failed and len(json.loads(text)["steps"]) == 4
+
+
+@NEEDS_MCP
+def test_a_cancelled_recording_ends_the_program(tmp_path, monkeypatch):
+    """The program holds one end of a pipe, which the system closes when the program ends."""
+    import anyio
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program, pipe = tmp_path / "waits.py", tmp_path / "pipe"
+    program.write_text(
+        f"import time\nend = open({str(pipe)!r}, 'w')\nprint('here', file=end, flush=True)\ntime.sleep(600)"
+    )
+    os.mkfifo(pipe)
+    ours = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    async def once():
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.record, [sys.executable, str(program)], str(tmp_path / "x.json.gz"))
+            while not select.select([ours], [], [], 0)[0] or not os.read(ours, 5):
+                await anyio.sleep(0.05)
+            group.cancel_scope.cancel()
+
+    anyio.run(once)
+    assert select.select([ours], [], [], 60)[0] and os.read(ours, 5) == b""
+    os.close(ours)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from tracereader import __version__
@@ -44,12 +45,20 @@ async def _run(module: str, words: Sequence[str]) -> tuple[str, str]:
     import anyio
     from mcp.server.mcpserver.exceptions import ToolError
 
-    # Standard input and output are the server's own.
     words = [sys.executable, "-m", module, *words]
-    done = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False)
-    printed, said = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
-    if done.returncode:
-        raise ToolError(said[-LAST:].strip() or f"exit status {done.returncode}")
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        # Standard input and output are the server's own.
+        process = await anyio.open_process(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        try:
+            status = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()  # the call was cancelled; record-trace then ends the program, too
+        for file in (out, err):
+            file.seek(0)
+        printed, said = (file.read().decode(errors="replace") for file in (out, err))
+    if status:
+        raise ToolError(said[-LAST:].strip() or f"exit status {status}")
     return printed, said
 
 
