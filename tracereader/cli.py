@@ -16,7 +16,6 @@ from tracereader.command import DEFAULT_LIMIT, BadInput, OneLineParser, command,
 from tracereader.show import sections
 
 SCHEMA = Path(__file__).with_name("schema.json")  # docs/schema.py makes it
-ONLY_JSON = "--json prints nothing but JSON: leave out --open"
 
 
 @command
@@ -68,6 +67,8 @@ def main(argv=None):
     sections.by_flag(args)  # refuses conflicting flags at once
     if args.whole and args.steps is not None:
         raise BadInput("--whole counts the whole recording as one step: leave out --steps")
+    if args.json and args.open:
+        raise BadInput("--json prints nothing but JSON: leave out --open")
     if (args.name is not None or args.json == "schema") == bool(args.traces):
         raise BadInput("name a trace, or a kernel with --name")
     if args.json == "schema":
@@ -111,24 +112,19 @@ def main(argv=None):
         (args.previous and len(args.traces) < 3, "--previous needs at least three traces"),
         (args.capture and args.against, "--capture takes one trace: leave out --against"),
         (args.json and args.against, "--json takes one trace: leave out --against"),
-        (args.json and args.open, ONLY_JSON),
     ):
         if refused:
             raise BadInput(why)
 
     # Imported here, each only if it is used, so that --help and refusals are fast: a tenth of a second is a third of
     # the time to read a trace of 10 MB.
-    from msgspec.structs import replace
-
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
     from tracereader.trace.marks import StepsBy
 
-    view = View.of(args)
-    if args.whole or args.steps is not None:
-        view = replace(view, steps_by=StepsBy.NOTHING if args.whole else args.steps)
-    view = replace(view, process=args.process, left_out=args.left_out)
+    by = StepsBy.NOTHING if args.whole else StepsBy.FOUND if args.steps is None else args.steps
+    view = View.of(args, steps_by=by, process=args.process, left_out=args.left_out)
     if args.against:
         from tracereader.show import references
 
@@ -306,33 +302,27 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     others = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
               "process", "steps", "whole")  # fmt: skip
     _refuse(args, others, "--{} is not for a comparison of jobs: name the ranks of one job")
-    from msgspec.structs import replace
-
     from tracereader.show import jobs as shown
     from tracereader.show.view import View
 
-    shown.explain(jobs, replace(View.of(args), left_out=args.left_out), args.limit)
+    shown.explain(jobs, View.of(args, left_out=args.left_out), args.limit)
     return True
 
 
 def _as_ranks(args) -> bool:
     """Print the report on the ranks of one run. Return False if these are other traces, which are to be compared."""
-    from msgspec.structs import replace
-
     from tracereader.figures import reading
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
     why = "--{} is for traces of one process: leave it out, or name the trace of one rank"
     _refuse(args, ("whole", "steps", "process"), why)
-    if args.json and args.open:
-        raise BadInput(ONLY_JSON)
     if args.cluster:
         _refuse(args, ("open", "export"), "--{} reads every trace on this machine: leave out --cluster")
     from tracereader.show import merged, perfetto, ranks
     from tracereader.show.view import View
 
-    view = replace(View.of(args), rank=args.rank, left_out=args.left_out)
+    view = View.of(args, rank=args.rank, left_out=args.left_out)
     with contextlib.ExitStack() as stack:
         executor = None
         if args.cluster is not None:

@@ -38,9 +38,12 @@ class View(msgspec.Struct, frozen=True):
     left_out: Sequence[Path] = ()
 
     @classmethod
-    def of(cls, args, brief: bool = False) -> "View":
-        """Return the view that a command's flags ask for. Raises BadInput for flags that exclude each other."""
-        return cls(args.only, args.step, sections.by_flag(args), args.all, brief)
+    def of(cls, args, brief: bool = False, **more: object) -> "View":
+        """Return the view that a command's flags ask for. Raises BadInput for flags that exclude each other.
+
+        more: fields that only some commands have flags for.
+        """
+        return cls(args.only, args.step, sections.by_flag(args), args.all, brief, **more)
 
     @property
     def usual(self) -> bool:
