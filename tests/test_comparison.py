@@ -4,8 +4,9 @@ import gzip
 import importlib.util
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
+from statistics import median
 
 import pytest
 from raw_events import end, event, pace, raw_steps, raw_work
@@ -298,6 +299,93 @@ def test_the_first_lines_are_the_pace_and_the_reason(capsys):
 )
 def test_the_reason_follows_from_the_traces(before, after, reason):
     assert reason in "; ".join(faster.reasons(run(before)[0], run(after)[0]))
+
+
+def raw_self_us(events, mark):
+    """Return the self time (µs) and the number of calls of a step's ops and runtime calls, by name."""
+    inside = [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime") and mark["ts"] <= e["ts"] < end(mark)]
+    times, calls, around = Counter(), Counter(), defaultdict(list)
+    for one in sorted(inside, key=lambda e: (e["ts"], -e["dur"])):
+        opened = around[one["pid"], one["tid"]]
+        while opened and end(opened[-1]) <= one["ts"]:
+            opened.pop()
+        if opened:
+            times[opened[-1]["name"]] -= one["dur"]
+        times[one["name"]] += one["dur"]
+        calls[one["name"]] += 1
+        opened.append(one)
+    return times, calls
+
+
+def same_calls_us(*paths):
+    """Return the self times (µs) of the ops and calls that the typical steps of two traces call equally often."""
+    steps = []
+    for path in paths:
+        events, name = slices(path), measured(path).typical_step
+        steps.append(raw_self_us(events, next(mark for mark in raw_steps(events) if mark["name"] == name)))
+    (was, before), (now, after) = steps
+    same = [name for name in was if before[name] == after[name]]
+    return [sum(times[name] for name in same) for times in (was, now)]
+
+
+@pytest.mark.parametrize(("before", "after"), [("syncs/item", "syncs/none"), ("loader/inline", "loader/workers")])
+def test_a_missed_prediction_is_explained_by_the_same_calls(capsys, before, after):
+    was, now = same_calls_us(*files(before, after))
+    (predicted,) = catalogue.checked(run(before)[0], run(before)[1], run(after)[0]).proposals
+    missed = raw_step_us(after) - predicted.step_us_after
+    assert abs(missed) > 0.3 * raw_step_us(after) and 0.5 <= (now - was) / missed <= 2
+    told = re.search(r"because the same ops and calls take the CPU ([\d.]+) (ms|µs) instead of ([\d.]+)",
+                     said(capsys, *files(before, after), "--only", "short"))  # fmt: skip
+    scale = {"ms": 1e3, "µs": 1}[told[2]]
+    assert [float(told[1]) * scale, float(told[3]) * scale] == pytest.approx([now, was], rel=0.02)
+
+
+def test_a_missed_prediction_is_explained_by_the_gpus_work(capsys):
+    """The prediction of a static cache did not include that attention reads all of it."""
+    before, after = files("lengths/flash", "lengths/static")
+    busy = []
+    for file in (before, after):
+        events = slices(file)
+        busy.append([sum(e["dur"] for e in raw_work(events, mark)) / 1e3 for mark in raw_steps(events)])
+    told = re.search(r"predicted ([\d.]+) ms.*?, measured [\d.]+, because the GPU works for ([\d.]+) ms of the step "
+                     r"instead of ([\d.]+): [\d.]+ ms of attention kernels",
+                     said(capsys, before, after, "--only", "short"))  # fmt: skip
+    assert float(told[1]) < min(busy[1])
+    assert [float(told[2]), float(told[3])] == pytest.approx([median(busy[1]), median(busy[0])], rel=0.02)
+
+
+@pytest.mark.parametrize("before", ["decode/eager", "small/loop", "experts/loop"])
+def test_without_a_cause_in_the_traces_nothing_is_said(before):
+    """The first prediction is right, and what was wrong about the others is the Python code around the ops."""
+    after = next(after for one, _, after in PAIRS if one == before)
+    side, proposed = run(before)
+    (predicted,) = catalogue.checked(side, proposed, run(after)[0]).proposals
+    assert not faster.why_missed(side, run(after)[0], predicted.step_us_after, raw_step_us(after))
+
+
+@pytest.mark.parametrize("same_inputs", [True, False])
+def test_busy_cores_are_named_where_the_inputs_are_the_same(capsys, tmp_path, same_inputs):
+    """The second run's calls take three times as long, as beside another program."""
+    before, after = (ROOT / f"tests/traces/cpu/adamw_{how}.json.gz" for how in ("forloop", "fused"))
+    slow = json.loads(gzip.decompress(after.read_bytes()))
+    for one in slow["traceEvents"]:
+        for name in ("ts", "dur"):
+            if name in one:
+                one[name] *= 3
+        if one.get("name") == "aten::addmm" and not same_inputs:
+            one["args"]["Input Dims"][1][0] *= 3
+    made = tmp_path / "slow.json.gz"
+    made.write_bytes(gzip.compress(json.dumps(slow).encode()))
+    (predicted,) = [one.step_us_after for one in proposals(before) if one.change == "fused_optimizer"]
+    sides = [Side(summarize(read(path))) for path in (before, made)]
+    why = faster.why_missed(*sides, predicted, faster.step_us(sides[1]))
+    told = re.fullmatch(
+        r"the same ops and calls take the CPU ([\d.]+) ms instead of ([\d.]+)(: the cores were busy)?", why
+    )
+    assert [float(told[1]) * 1e3, float(told[2]) * 1e3] == pytest.approx(same_calls_us(before, made)[::-1], rel=0.01)
+    assert bool(told[3]) == same_inputs
+    # Where the inputs differ, the second run does not follow the first one's proposal.
+    assert (f"because {why}" in said(capsys, before, made, "--only", "short")) == same_inputs
 
 
 def test_a_reason_needs_the_same_device():

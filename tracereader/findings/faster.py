@@ -13,6 +13,12 @@ ALIKE = 0.05
 CONSIDERABLE = 0.15
 MOSTLY = 0.5
 REASONS = 3
+# A prediction missed if the measured step differs from it by more than this share. Of the pairs that the rules were
+# made from, 69 of 92 lie within it (docs/opportunities.md).
+MISSED = 0.3
+# The same calls take this many times as long only if the cores are busy. Two runs alone differ by up to 30%
+# (docs/opportunities.md).
+SLOWED = 2
 # Kernels are "almost the same" if at least this share of them has the same names.
 ALMOST = 0.9
 
@@ -194,6 +200,12 @@ def _waits(before: Side, after: Side) -> list[str]:
 
 def _cpu_speed(before: Side, after: Side, difference: float) -> list[str]:
     """Return a sentence on ops and calls that both steps call equally often, if their self time explains much."""
+    was, now = _same_calls_us(before, after)
+    return [_same_calls(was, now)] if (was - now) / difference >= CONSIDERABLE else []
+
+
+def _same_calls_us(before: Side, after: Side) -> tuple[float, float]:
+    """Return the self time (µs) that two steps spend in the ops and runtime calls that both call equally often."""
     us = [0.0, 0.0]
     for kind in ("ops", "runtime"):
         was, now = (getattr(side.summary.cpu, kind) for side in (before, after))
@@ -201,10 +213,46 @@ def _cpu_speed(before: Side, after: Side, difference: float) -> list[str]:
             if was[name].calls == now[name].calls:
                 us[0] += was[name].self_us
                 us[1] += now[name].self_us
-    if (us[0] - us[1]) / difference < CONSIDERABLE:
-        return []
-    unit, (old_us, new_us) = in_one_unit(us)
-    return [f"the same ops and calls take the CPU {new_us} {unit} instead of {old_us}"]
+    return us[0], us[1]
+
+
+def _same_calls(was: float, now: float) -> str:
+    unit, (old_us, new_us) = in_one_unit((was, now))
+    return f"the same ops and calls take the CPU {new_us} {unit} instead of {old_us}"
+
+
+def why_missed(before: Side, after: Side, predicted_us: float, measured_us: float) -> str:
+    """Return why the step after a change was predicted wrongly by much; "" if the two traces do not show it."""
+    missed_us = measured_us - predicted_us
+    if abs(missed_us) <= MISSED * measured_us:
+        return ""
+    was, now = (side.summary.gpu_us for side in (before, after))
+    if now - predicted_us >= MOSTLY * missed_us > 0:  # the GPU's work alone exceeds the prediction
+        unit, (old_us, new_us) = in_one_unit((was, now))
+        longer = _by_family(before, after, was - now)[:1] if now > was else []
+        return ": ".join([f"the GPU works for {new_us} {unit} of the step instead of {old_us}", *longer])
+    idle_us = max(measured_us, predicted_us) - now  # only a CPU that the step waits for explains anything
+    if idle_us < MOSTLY * abs(missed_us):
+        return ""
+    was, now = _same_calls_us(before, after)
+    busy = (
+        _busy_cores(before, after, was, now) if min(was, now) >= CONSIDERABLE * min(predicted_us, measured_us) else ""
+    )
+    if MOSTLY <= (now - was) / missed_us <= 1 / MOSTLY or (busy and (now - was) * missed_us > 0):
+        return _same_calls(was, now) + busy
+    return ""
+
+
+def _busy_cores(before: Side, after: Side, was: float, now: float) -> str:
+    """Return a clause on the cores if calls of two CPU runs have equal inputs, and one run took far longer for them.
+
+    was, now: the times of the calls (µs).
+    """
+    some = before.summary, after.summary
+    comparable = all(one.source.shapes_recorded and not one.has_gpu_work for one in some)
+    if not comparable or max(was, now) < SLOWED * min(was, now) or compare.inputs(before, after):
+        return ""
+    return f": the cores were busy{' while the first was recorded' * (was > now)}"
 
 
 def _by_family(before: Side, after: Side, difference: float) -> list[str]:

@@ -134,20 +134,24 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
             f"Measured together: {measured} {unit}",
         ]
     (one,) = checked.proposals
-    told = prediction(one, whose, times, unprofiled[1])
+    told = prediction(one, whose, times, unprofiled[1], faster.why_missed(base, side, one.step_us_after, times[1]))
     if checked.also_compiled:
         told += "; the prediction leaves out that this run also compiles its kernels"
     return [*found, told]
 
 
-def prediction(one: Opportunity, whose: str, times_us: Sequence[float], unprofiled_us: float | None) -> str:
+def prediction(
+    one: Opportunity, whose: str, times_us: Sequence[float], unprofiled_us: float | None, why: str = ""
+) -> str:
     """Return a sentence on what a report predicted of a change, and what was measured after it.
 
     whose: the report's run. times_us: times that the sentence's unit has to fit, of which the last one was measured.
-    unprofiled_us: the step measured without the profiler, if it is known.
+    unprofiled_us: the step measured without the profiler, if it is known. why: why the prediction was wrong, if it is
+    known.
     """
     unit, (*_, measured, after) = in_one_unit([*times_us, one.step_us_after])
     told = f"{whose} report proposed it ({one.title}): predicted {after} {unit}{_assumed(one)}, measured {measured}"
+    told += f", because {why}" if why else ""
     if one.unprofiled_step_us_after is not None and unprofiled_us:
         unit, (expected, took) = in_one_unit([one.unprofiled_step_us_after, unprofiled_us])
         told += f"; without the profiler, predicted {expected} {unit}, measured {took}"
