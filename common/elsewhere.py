@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common import screen
+from common import quiz
 from tracereader.show import references, report
 from tracereader.show.predictions import predictions_of
 from tracereader.show.text import console, plain, shown_path
@@ -18,11 +18,11 @@ def play(args, tag: str) -> None:
     view = View.of(args, brief=True)
     trace, summary = report.opened(path, view)
     predicted = predictions_of(trace)
-    given = screen.answers(predicted) if args.asks else []
+    given = quiz.answers(predicted, summary.has_gpu_work) if args.asks else []
     console().print(f"{', '.join(map(plain, trace.devices)) or 'CPU'} · {plain(shown_path(path))}")
     report.explain(trace, summary, view)
     if given:
-        report.marked(summary, given)
+        quiz.marked(summary, given)
     if args.html is not None:
         from tracereader.show import page
 

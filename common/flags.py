@@ -145,7 +145,7 @@ COMMON = (
     ),
     flag(
         "--guess",
-        "answer yes or no to each prediction before the run (at a terminal, except in CI)",
+        "answer questions about the run before it (at a terminal, except in CI)",
         group=HOW,
         action=argparse.BooleanOptionalAction,
     ),

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.markup import escape
 
-from common import screen
+from common import quiz
 from common.distributed import place
 from common.flags import advice
 from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
 from common.publish import out_refused, require_writable, run_of
-from tracereader.command import BadInput, command
+from tracereader.command import command
 from tracereader.findings.finding import counted, size
 from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
 from tracereader.show.view import View
@@ -34,7 +34,7 @@ def lesson(
 
     def main(argv: Sequence[str] | None = None) -> None:
         args = _ready(argv, flags, predictions)
-        given = screen.answers(_asked(args))
+        given = quiz.answers(args.predictions, args.device.type != "cpu") if args.asks else []
         run = _run(args, build, profiled, processes)
         if run.rank:
             return  # rank 0 prints the report for all
@@ -50,7 +50,7 @@ def lesson(
             return
         summary = report.explain_file(run.trace, view)
         if given:
-            report.marked(summary, given)
+            quiz.marked(summary, given)
         _files(run)
         if args.html is not None:
             from tracereader.show import page
@@ -89,17 +89,6 @@ def _run(args, build: Callable, profiled: Callable, processes: Callable = contex
             _require_folder(args)  # here, so that the other ranks learn which rank failed
         build_unfilled(build, args)
         return profiled(args, *build(args))
-
-
-def _asked(args) -> list:
-    if not args.asks:
-        return []
-    asked = [one for one in args.predictions if args.device.type != "cpu" or not one.needs_gpu]
-    if not asked and args.guess:
-        raise BadInput(
-            "--guess: this script's predictions are all about the GPU, and this run is on the CPU; leave it out"
-        )
-    return asked
 
 
 def _header(run: Run) -> None:

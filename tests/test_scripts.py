@@ -360,55 +360,62 @@ def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_guess_at_a_terminal(tmp_path):
-    """The real script under a pseudo-terminal asks first, and marks the answers afterwards."""
-    script = [sys.executable, "01_matmul_add.py", "--size", "256", "--device", "cpu", "--out", str(tmp_path)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once
-        pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        os.environ.pop("CI")
-        os.execv(sys.executable, script)
-    seen, answered = "", 0
-    while True:
-        try:
-            seen += os.read(terminal, 4096).decode(errors="replace")
-        except OSError:
-            break
-        while seen.count("(y/n)") > answered:
-            assert not list(tmp_path.rglob("*.json")), "asked before the run"
-            answered += 1
-            # The first answer is none: the question comes again.
-            os.write(terminal, b"perhaps\n" if answered == 1 else b"n\n")
-    assert os.waitpid(pid, 0)[1] == 0
-    assert "kernels per step?" not in seen, "a CPU's trace cannot tell"
-    _, _, marks = seen.partition("your guesses")
-    assert marks.count("your guess: no") == answered - 1
-    assert f"{answered - 1} predictions about this run: answer y" in seen
-    marks = re.sub(r"\x1b\[[\d;]*m", "", marks)
-    marked = re.findall(r"^  (right|wrong)  .*?your guess: no; the trace: (yes|no)", marks, re.S | re.M)
+def test_questions_before_a_run_at_a_terminal(tmp_path):
+    """The real script asks first and explains an answer of the wrong kind. Afterwards it marks all answers."""
+    before = []
+
+    def typed(question):
+        before.append(not list(tmp_path.rglob("*.json")))
+        assert len(before) < 20, question
+        if len(before) == 1:
+            return "perhaps"  # no answer: the question comes again
+        return "n" if question.endswith("(y/n)") else "6" if "calls of ops" in question else "1"
+
+    script = ["01_matmul_add.py", "--size", "256", "--device", "cpu", "--out", str(tmp_path)]
+    seen, status = at_a_terminal(script, typed, CI="")
+    assert status == 0 and all(before), "it asks before the run"
+    assert "please answer with a number" in seen
+    asked, _, marks = seen.partition("your answers")
+    assert "GPU" not in asked.partition("importing")[0] and "kernels" not in asked, "a CPU's trace cannot tell"
+    assert f"{len(before) - 1} questions about this run" in asked
+    assert marks.count("your answer: ") == len(before) - 1 == marks.count("(--only ")
+    marks = " ".join(marks.split())
+    marked = re.findall(r" (right|wrong) (?:(?!your answer).)*your answer: no; the trace: (yes|no)", marks)
     assert marked and all((mark == "right") == (told == "no") for mark, told in marked)
+    (trace,) = tmp_path.rglob("*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [one for one in events if one["name"].startswith("ProfilerStep#")]
+    ops = sum(one.get("cat") == "cpu_op" for one in events) / len(steps)
+    assert re.search(rf"right how many calls of ops[^?]*[?] your answer: 6 calls; the trace: {ops:.0f} calls", marks)
+    assert re.search(r"wrong how many µs does a step take[^?]*[?] your answer: 1.0 µs; the trace: [\d.]+ [µm]s", marks)
 
 
 def at_a_terminal(argv, typed, **env):
-    """Run a command under a pseudo-terminal. Type this once it asks, and return what it printed and its exit status."""
+    """Run a command under a pseudo-terminal, and return what it printed and its exit status.
+
+    typed: returns the answer to a question.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once
         pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
         os.execve(sys.executable, [sys.executable, *argv], {**os.environ, **env})
-    seen, asked = "", 0
+    seen, told = "", 0
     while True:
         try:
             seen += os.read(terminal, 4096).decode(errors="replace")
         except OSError:
             break
-        if seen.count("(y/n)") > asked:
-            asked += 1
-            os.write(terminal, typed)
-    return re.sub(r"\x1b\[[\d;]*m", "", seen), os.waitpid(pid, 0)[1]
+        question = " ".join(plainly(seen[told:]).split())
+        if re.search(r"\((y/n|within 10%|within a factor of 2)\)$", question):
+            told = len(seen)
+            os.write(terminal, f"{typed(question)}\n".encode())
+    return plainly(seen), os.waitpid(pid, 0)[1]
+
+
+def plainly(seen):
+    return re.sub(r"\x1b\[[\d;]*m", "", seen)
 
 
 @pytest.fixture
@@ -419,22 +426,35 @@ def no_torch(tmp_path):
 
 
 def test_a_lesson_is_played_on_another_machines_trace_without_torch(no_torch):
+    """Two kernels are exactly right, and half of the GPU's time is within the stated factor of two."""
     script = ["01_matmul_add.py", "--size", "64", "--on", "h200"]
-    seen, status = at_a_terminal(script, b"y\n", **no_torch)
-    stored = json.loads(gzip.decompress((H200 / "01_matmul_add/64_bf16_cold_eager.json.gz").read_bytes()))["lesson"]
-    assert status == 0 and "NVIDIA H200" in seen
-    _, _, marks = seen.partition("your guesses")
-    asked = [one for one in stored["guesses"] if one["guess"] != "records_steps"]
-    assert marks.count("your guess: yes") == len(asked) == seen.count("(y/n)") == len(stored["guesses"]) - 1
+    stored = json.loads(gzip.decompress((H200 / "01_matmul_add/64_bf16_cold_eager.json.gz").read_bytes()))
+    work = [one for one in stored["traceEvents"] if one.get("cat") == "kernel"]
+    steps = sum(one.get("cat") == "user_annotation" and "Step#" in one["name"] for one in stored["traceEvents"])
+    us = sum(one["dur"] for one in work) / steps
+
+    def typed(question):
+        return "2" if "kernels" in question else f"{0.55 * us:.2f}" if "µs" in question else "y"
+
+    seen, status = at_a_terminal(script, typed, **no_torch)
+    assert status == 0 and "NVIDIA H200" in seen and len(work) == 2 * steps
+    asked, _, marks = seen.partition("your answers")
+    marks = " ".join(marks.split())
+    kept = [one for one in stored["lesson"]["guesses"] if one["guess"] not in ("records_steps", "kernels_are")]
+    assert marks.count("your answer: yes") == len(kept) == asked.count("(y/n)") == len(stored["lesson"]["guesses"]) - 2
+    assert re.search(r"right how many kernels[^?]*[?] your answer: 2 kernels; the trace: 2 kernels", marks)
+    assert re.search(r"right how many µs of a step does the GPU work[?] your answer: [\d.]+ µs; the trace: "
+                     rf"{us:.1f} µs \(within a factor of 2", marks)  # fmt: skip
 
 
 @pytest.mark.parametrize(("more", "env", "asked"), [
     ((), {}, 1), (("--no-guess",), {}, 0), ((), {"CI": "true"}, 0),
 ], ids=["Enter skips all", "--no-guess", "CI"])  # fmt: skip
 def test_questions_can_be_skipped(no_torch, more, env, asked):
-    seen, status = at_a_terminal(["02_linear.py", "--warmup", "--on", "h200", *more], b"\n", **no_torch | env)
-    assert (status, seen.count("(y/n)")) == (0, asked)
-    assert "your guesses" not in seen and "predictions hold" in " ".join(seen.split())
+    script = ["02_linear.py", "--warmup", "--on", "h200", *more]
+    seen, status = at_a_terminal(script, lambda question: "", **no_torch | env)
+    assert (status, seen.count("(within 10%)"), seen.count("(y/n)")) == (0, asked, 0)
+    assert "your answers" not in seen and "predictions hold" in " ".join(seen.split())
 
 
 @pytest.mark.parametrize(("flags", "says"), [

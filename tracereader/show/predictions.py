@@ -15,7 +15,6 @@ from tracereader.trace import Trace
 
 GPU_REFERENCE = "nvidia-h200"
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
-READERS_MARKS = {True: "[green]right[/green]", False: "[red]wrong[/red]", None: "[dim]  –  [/dim]"}
 
 
 def predictions_of(trace: Trace) -> list[Prediction]:

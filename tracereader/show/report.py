@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from rich.console import Console
 
-from tracereader import expect, progress
+from tracereader import progress
 from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
 from tracereader.command import BadInput, printable
@@ -592,18 +592,3 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
         paragraph(out, f"{pattern.where}: {plain(pattern.see)}{seen}", "  ", " " * 4)
         if explained:
             paragraph(out, plain(pattern.means), " " * 6, " " * 6)
-
-
-def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
-    """Print the user's guesses. given: the record of each prediction, and whether the user said yes."""
-    out = formats.console()
-    out.print()
-    out.print("[bold]your guesses[/bold]")
-    words = {True: "yes", False: "no", None: "cannot decide"}
-    for record, said in given:
-        prediction = expect.from_record(record)
-        verdict = prediction.ask(summary)
-        right = None if verdict.holds is None else verdict.holds == said
-        seen = ", ".join(word for word in (words[verdict.holds], plain(verdict.evidence)) if word)
-        paragraph(out, plain(prediction.text), f"  {predictions.READERS_MARKS[right]}  ", " " * 9)
-        paragraph(out, f"your guess: {words[said]}; the trace: {seen}", " " * 9, " " * 9)
