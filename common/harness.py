@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity
 from common import screen
 from common.flags import UNPROFILED_STEPS, profiled_flags, tag_of
 from common.publish import finish_trace, published
-from common.speed import measured_roofs, synchronize
+from common.speed import measured_roofs, synchronize, threads_us
 from tracereader.command import BadInput, RunFailed
 from tracereader.trace.facts import RunFacts, as_stored
 
@@ -294,6 +294,7 @@ def save(
     run_id = args.ranks.run_id if args.ranks else secrets.token_hex(8)
     known = {"first_call_s": steps.first_call_s, "unprofiled_step_us": steps.unprofiled_us}
     known |= {"peak_bytes": peak_bytes, "relative_error": error, "roofs": _roofs(args)}
+    known["threads"] = threads_us() if args.device.type == "cpu" and not args.ranks else None
     lesson = as_stored(_run_facts(args, run_id, known | (facts or {})))
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:

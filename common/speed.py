@@ -1,9 +1,10 @@
-"""The speed of this machine: the best time of a call, and the measured peaks."""
+"""The speed of this machine: the best time of a call, the measured peaks, and whether threads compete."""
 
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 
@@ -34,6 +35,36 @@ def best_us(fn: Callable, device: torch.device) -> float:
         synchronize(device)
         times.append((time.perf_counter() - start) / calls * 1e6)
     return min(times[1:])
+
+
+def threads_us() -> dict[str, float] | None:
+    """Return the time (µs) of a small product on all of torch's CPU threads and on one; None if torch has only one.
+
+    It is the mean of some calls with a pause before each, because a call that follows at once finds all threads awake.
+    Beside another program a part of the calls then waits several ms for a core.
+    """
+    count = torch.get_num_threads()
+    if count == 1:
+        return None
+    one, other = torch.ones(64, 64), torch.ones(64, 64)
+
+    def mean_us() -> float:
+        times = []
+        for _ in range(16):
+            time.sleep(0.001)
+            start = time.perf_counter()
+            torch.mm(one, other)
+            times.append((time.perf_counter() - start) * 1e6)
+        return mean(times[1:])
+
+    with torch.no_grad():
+        all_us = mean_us()
+        torch.set_num_threads(1)
+        try:
+            one_us = mean_us()
+        finally:
+            torch.set_num_threads(count)
+    return {"count": count, "us": all_us, "one_us": one_us}
 
 
 @dataclass(frozen=True)

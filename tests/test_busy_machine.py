@@ -101,6 +101,40 @@ def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
     assert not busy or said.startswith("the matrix products are far slower than the best rates that this run measured")
 
 
+THREADS = {"count": 2, "us": 6_400.0, "one_us": 10.3}
+
+
+@pytest.mark.parametrize(("threads", "us", "busy"), [
+    (THREADS, 7_000, True),
+    (THREADS, 60, False),  # the steps themselves had the cores
+    (THREADS | {"us": 15.0}, 7_000, False),
+    (THREADS | {"us": 1_150.0}, 7_000, False),  # twenty times as long, and 1 ms more
+    (None, 7_000, False),
+])  # fmt: skip
+def test_threads_that_compete_are_said_before_the_figures(tmp_path, capsys, threads, us, busy):
+    facts = {"threads": threads} if threads else {}
+    trace = steps(tmp_path, us, us + 5, us + 10, lesson={"script": "01_matmul_add", "flags": {}, "facts": facts})
+    assert cli.main([str(trace)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    warned = (
+        "warning the 2 CPU threads compete with other programs: a product of 64 x 64 matrices takes 6.4 ms on all of "
+        "them and 10.3 µs on one. Stop other programs (top shows them) or set OMP_NUM_THREADS=1, and profile again."
+    )
+    assert said.partition("CPU only.")[0].count(warned) == said.count("warning") == busy
+
+
+def test_a_comparison_with_a_disturbed_run_says_so(tmp_path, capsys):
+    """The first run is disturbed; the second one, of the same calls, is not."""
+    disturbed = steps(tmp_path, 27_846, 179, 27_898)
+    rest = disturbed.rename(tmp_path / "disturbed.json")
+    quiet = steps(tmp_path, 190, 179, 185)
+    for more, before in (((), "per step"), (("--markdown",), "of one step")):
+        assert cli.main([str(rest), str(quiet), *more]) == 0
+        above, _, below = capsys.readouterr().out.partition(before)
+        assert " ".join(above.split()).count(SAYS) == 1 and SAYS not in below
+        assert above.index("156 times as long") > above.rindex("1  disturbed" if not more else "1. `disturbed`")
+
+
 def test_a_real_run_beside_others():
     """Other programs ran meanwhile: the second step took 4.6 times the first, also in ops that move no data."""
     path = ROOT / "tests/traces/attention_cpu_math.json.gz"
@@ -114,3 +148,18 @@ def test_a_real_run_beside_others():
 def test_committed_traces_are_of_machines_at_rest(path):
     if path.stem != "attention_cpu_math.json":
         assert busy_machine(measured(path)) is None
+
+
+def test_the_threads_of_a_run_are_measured_and_kept():
+    torch = pytest.importorskip("torch")
+    from common.speed import threads_us
+
+    count = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = threads_us()
+        assert torch.get_num_threads() == found["count"] == 2 and min(found["us"], found["one_us"]) > 0
+        torch.set_num_threads(1)
+        assert threads_us() is None
+    finally:
+        torch.set_num_threads(count)

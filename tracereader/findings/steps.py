@@ -269,7 +269,23 @@ def busy_machine(summary: Summary) -> str | None:
     """Return a sentence on why other programs probably used the cores, with advice; None without a sign of that."""
     if summary.waits_for not in ("cpu-only", "overhead"):
         return None
-    return _uneven_steps(summary) or _slow_products(summary)
+    return _competing_threads(summary) or _uneven_steps(summary) or _slow_products(summary)
+
+
+def _competing_threads(summary: Summary) -> str | None:
+    found = summary.source.facts.threads
+    if found is None or found.us < FAR_SLOWER * found.one_us + MARGIN_US or summary.recorded_step_us < found.us / 2:
+        return None
+    return (
+        f"the {found.count:,} CPU threads compete with other programs: a product of 64 x 64 matrices takes "
+        f"{duration(found.us)} on all of them and {duration(found.one_us)} on one. Stop other programs (top shows "
+        "them) or set OMP_NUM_THREADS=1, and profile again."
+    )
+
+
+def _cores_in_use(summary: Summary) -> str:
+    """Return why a step's time was predicted wrongly if the cores were busy; else ""."""
+    return "other programs used the cores, too, as the warning says" if busy_machine(summary) else ""
 
 
 def _uneven_steps(summary: Summary) -> str | None:
@@ -563,8 +579,9 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         seen = part_of(first.cpu_us, usual, "instead of")
         this, *_, typical, unit = seen.split()
         if this == typical:
-            return Verdict(False, f"it takes {this} {unit}, as the typical step does")
-        return Verdict(False, f"{'it is hardly slower' if more > 0 else 'it is not slower'}: {seen}")
+            return Verdict(False, f"it takes {this} {unit}, as the typical step does", _cores_in_use(summary))
+        is_slower = "it is hardly slower" if more > 0 else "it is not slower"
+        return Verdict(False, f"{is_slower}: {seen}", _cores_in_use(summary))
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
     gap_unit, shown = in_one_unit(gaps[:3])
     seen = (
@@ -637,7 +654,7 @@ def steps_are_alike(summary: Summary) -> Verdict:
     wide = [one for one in summary.steps if one.times_the_typical is not None]
     why = cause(summary, wide[0]) if wide else None
     seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
-    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
+    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else _cores_in_use(summary))
 
 
 @finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")

@@ -81,13 +81,15 @@ def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str], vie
     devices = [compare.devices_of(side) for side in sides]
     differ = len(set(devices)) > 1
     for text in warnings.of_folder(view.left_out):
-        paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
+        paragraph(out, plain(text), warnings.MARK, " " * 8)
     out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
     for number, (name, device, side) in enumerate(zip(names, devices, sides, strict=True), 1):
         text = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
         if some := side.summary.source.processes:
             text += f", process {some[0].name}"
         paragraph(out, plain(f"{text}{steps.by_calls(side.summary, ' step')}"), f"{number}  ", "   ")
+        if busy := steps.busy_machine(side.summary):
+            paragraph(out, plain(busy), f"   {warnings.MARK}", " " * 11)
 
 
 def _in_short(

@@ -30,8 +30,8 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
     for number, side in zip(numbers[1:], sides[1:], strict=True):
         lines += [plain(f"{faster.sentence(f'Run {number}', sides[0], side, 'run 1')}."), ""]
     for number, name, side in zip(numbers, names, sides, strict=True):
-        word, why = steps.waiting(side.summary)
-        lines.append(f"{number}. {code(name)}: {plain(f'{word}; {why}')}")
+        said = filter(None, [*steps.waiting(side.summary), steps.busy_machine(side.summary)])
+        lines.append(f"{number}. {code(name)}: {plain('; '.join(said))}")
     change = "change" if len(sides) == 2 else f"change to run {len(sides)}"
     lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), change], _measures(summaries))]
     rows = [row for row in kernel_rows(sides) if row["status"] != "alike"]

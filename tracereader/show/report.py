@@ -253,6 +253,8 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if view.brief and len(summary.source.devices) < 2:
         del words[0]  # a numbered script prints the machine just before
     paragraph(out, f"[bold]{plain(words[0])}[/bold]{plain(''.join(f' · {word}' for word in words[1:]))}", rest="  ")
+    if busy := steps.busy_machine(summary):  # before all figures, which it makes doubtful
+        paragraph(out, plain(busy), warnings.MARK, " " * 8)
 
 
 def _regime(out: Console, summary: Summary, view: View) -> None:
@@ -276,11 +278,10 @@ def _notes(out: Console, summary: Summary, view: View) -> None:
         told = f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
         name = plain(summary.left_out[0])
         paragraph(out, f"{name} is left out of every figure over all steps: {told}", rest="  ")
-    busy = steps.busy_machine(summary)
     for text in steps.of_recording(summary):
         paragraph(out, plain(text), "[yellow]note[/yellow] ", " " * 5)
-    for text in [*warnings.of_folder(view.left_out), *warnings.of(summary), *([busy] if busy else [])]:
-        paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
+    for text in [*warnings.of_folder(view.left_out), *warnings.of(summary)]:
+        paragraph(out, plain(text), warnings.MARK, " " * 8)
 
 
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:

@@ -10,6 +10,7 @@ from tracereader.findings.finding import activities, counted, duration
 from tracereader.show.text import shown_path
 from tracereader.trace.lenient import Defects
 
+MARK = "[yellow]warning[/yellow] "
 NAMED = 3  # of many processes or files
 
 
