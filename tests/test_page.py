@@ -4,6 +4,7 @@ import base64
 import decimal
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from references import H200, ROOT
@@ -342,6 +344,27 @@ def test_modules_add_up_to_the_reports(tmp_path, capsys):
     assert {name: us for name, us in own.items() if us} == pytest.approx({n: us for n, us in expected.items() if us})
 
 
+def test_equal_layers_are_one_row(tmp_path):
+    """The encoder's twelve layers have one row, which opens to them; no other row has four siblings of its class."""
+    tree = json.loads(block(page_of(tmp_path, MODULES), "figures"))["modules"]["tree"]
+    pending, folded = list(tree), {}
+    while pending:
+        node = pending.pop()
+        if (found := re.fullmatch(r"(\d+) x (\w+)", node["name"])) is not None:
+            folded[node["name"]] = {one["name"] for one in node["children"]}
+            assert len(folded[node["name"]]) == int(found[1]) and not node["self_us"]
+        else:
+            classes = Counter(one["name"].rpartition("_")[0] for one in node["children"])
+            assert max(classes.values(), default=0) < 4
+        pending += node["children"]
+    assert folded["12 x BertLayer"] == {f"BertLayer_{number}" for number in range(12)}
+
+
+def test_a_busy_machine_is_at_the_top_of_the_page(tmp_path):
+    page = page_of(tmp_path, ROOT / "tests/traces/attention_cpu_math.json.gz")
+    assert "was probably using the CPU's cores" in json.loads(block(page, "figures"))["head"]["busy"]
+
+
 # In a browser.
 
 
@@ -664,6 +687,64 @@ def test_it_fits_a_screen_in_both_themes(chromium, pages, width, theme):
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+def test_rates_that_no_kernel_has_are_no_columns(chromium, pages):
+    for trace, has in ((H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", False), (SHAPES, True)):
+        browser = shown(chromium, pages(trace))
+        heads = text(browser, "#kernels-table thead")
+        assert all((word in heads) == has for word in ("TFLOP/s", "GB/s", "of peak")) and "median" in heads
+        assert ("record_shapes=True" in text(browser, "#kernels .told")) is not has
+
+
+def test_the_labels_of_the_roofline_do_not_overlap(chromium, pages):
+    browser = shown(chromium, pages(SHAPES))
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('.roofline text.roof')].map(one => { const {left, right, top, bottom} ="
+        " one.getBoundingClientRect(); return [left, right, top + 3, bottom - 3]; })"
+    )
+    assert len(boxes) == 4
+    for one, other in itertools.combinations(boxes, 2):
+        assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
+
+
+def test_the_details_of_a_slice_are_in_the_window(chromium, pages):
+    page = pages(TRAINING)
+    chromium.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 600, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        browser = shown(chromium, page)
+        browser.execute_script("document.getElementById('timeline').scrollIntoView()")
+        press(browser, "ArrowDown")
+        top, bottom = browser.execute_script(
+            "const one = document.querySelector('#details h3').getBoundingClientRect(); return [one.top, one.bottom]"
+        )
+        assert 0 < top < bottom <= 600
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_paper_has_no_controls_and_cuts_nothing_off(chromium, pages):
+    browser = shown(chromium, pages(SHAPES))
+    chromium.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 720, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    )
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 720
+        controls = "return [...document.querySelectorAll('button:not(.plain):not(.sort), input, select')].filter(one => one.offsetParent)"
+        assert browser.execute_script(controls) == []
+        canvas = browser.execute_script(
+            "const one = document.getElementById('canvas');"
+            "return [one.width / one.clientWidth, one.height / one.clientHeight]"
+        )
+        assert canvas[0] == pytest.approx(canvas[1], rel=0.01)
+    finally:
+        browser.execute_script("dispatchEvent(new Event('afterprint'))")
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_controls_have_names_and_can_be_reached(chromium, pages):
     browser = shown(chromium, pages(TRAINING))
     nameless = """return [...document.querySelectorAll('button, input, select, canvas')].filter(one =>
@@ -818,7 +899,7 @@ def test_runs_are_compared_by_the_figures_of_json(chromium, pages, capsys, runs)
         expected = [one["steps"][one["typical_index"]][name] for one in measured]
         assert browser.execute_script(cells, key) == pytest.approx(expected)
     ratio = measured[0]["recorded_step_us"] / measured[1]["recorded_step_us"]
-    assert ratio > 2 and text(browser, "#overview h1") == f"{ratio:.1f} times as fast"
+    assert ratio > 2 and text(browser, "#overview h1") == f"{ratio:.1f} times as fast as run 1"
     assert f" is {ratio:.1f} times as fast as run 1" in text(browser, "#overview")
     times = [{}, {}]
     for one, found in zip(measured, times, strict=True):

@@ -34,6 +34,8 @@ NAME_IN_A_SLICE = 48
 DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
+INSTANCE = re.compile(r"_\d+$")  # the profiler numbers the modules of a class
+MANY = 4  # modules of a class, such as layers, that fold into one row
 NAMED = 3  # paths or hosts that are named; of the others the number is given
 OF_A_STEP = ("name", "number", "cpu_us", "gpu_busy_us", "gpu_span_us", "gpu_idle_share", "launches",
              "launch_to_start_us", "times_the_typical")  # fmt: skip
@@ -104,6 +106,7 @@ def _head(summary: Summary) -> dict:
         "script": summary.source.facts.script or None,
         "notes": steps.of_recording(summary),
         "warnings": warnings.of(summary),
+        "busy": steps.busy_machine(summary),
         "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
     }
 
@@ -223,9 +226,26 @@ def _summed(root: dict) -> dict:
         stack.extend(node["children"].values())
     for node in reversed(order):
         below = [{"name": name, **child} for name, child in node["children"].items()]
-        node["children"] = sorted(below, key=lambda child: -child["total_us"])
+        node["children"] = _folded(sorted(below, key=lambda child: -child["total_us"]))
         node["total_us"] = node.get("self_us", 0.0) + sum(child["total_us"] for child in below)
     return root
+
+
+def _folded(modules: Sequence[dict]) -> list[dict]:
+    """Return sibling modules, the largest first, with those of a class that has many below one row."""
+    by_class = defaultdict(list)
+    for one in modules:
+        by_class[INSTANCE.sub("", one["name"])].append(one)
+    rows = []
+    for name, some in by_class.items():
+        if len(some) < MANY:
+            rows += some
+            continue
+        total = sum(one["total_us"] for one in some)
+        rows.append(
+            {"name": f"{len(some):,} x {name}", "self_us": 0.0, "pieces": 0, "children": some, "total_us": total}
+        )
+    return sorted(rows, key=lambda one: -one["total_us"])
 
 
 def _roofline(summary: Summary) -> dict | None:

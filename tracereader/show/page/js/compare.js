@@ -29,7 +29,7 @@ function comparisonPage(data, root) {
 }
 
 function runsOverview(data) {
-  const {runs} = data, word = runs[runs.length - 1].ratio ?? `${runs.length} runs`;
+  const {runs} = data, {ratio} = runs[runs.length - 1], word = ratio ? `${ratio} as run 1` : `${runs.length} runs`;
   const plain = value => value === null || value === undefined ? NONE : whole(value);
   const rows = [
     ["step", "step", time], ["step, share of run 1's", "of_first", value => value === null ? NONE : share(value)], ["CPU per step", "cpu", time],

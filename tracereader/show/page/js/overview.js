@@ -17,8 +17,7 @@ function overview(data) {
       head.script && el("p", {class: "told"}, `Recorded by ${head.script}.`),
       head.left_out.length > 0 && el("p", {class: "told"},
         `Step ${head.left_out.join(", ")} is left out of every figure over all steps, because it takes far longer than the others.`),
-      head.notes.map(one => el("p", {class: "told"}, el("b", {}, "Note: "), one)),
-      head.warnings.map(one => el("p", {class: "warning"}, el("b", {}, "Warning: "), one))),
+      head.busy && el("p", {class: "warning"}, el("b", {}, "Warning: "), sentence(head.busy))),
     el("dl", {class: "figures"},
       head.step_us !== null && figure("step", time(head.step_us), "step_us", head.step_us),
       head.unprofiled_us !== null && figure("without the profiler", time(head.unprofiled_us), "unprofiled_us", head.unprofiled_us),
@@ -26,7 +25,9 @@ function overview(data) {
       figure("CPU per step", time(head.cpu_us), "cpu_us", head.cpu_us),
       head.busy_share !== null && figure("GPU busy, share", share(head.busy_share), "busy_share", head.busy_share)),
     parts.parts.length > 0 && el("div", {class: "wide"},
-      partsBar(coloredParts(parts.parts), sumOf(parts.parts), "a step's time on the GPU"), legend(coloredParts(parts.parts), sumOf(parts.parts))));
+      partsBar(coloredParts(parts.parts), sumOf(parts.parts), "a step's time on the GPU"), legend(coloredParts(parts.parts), sumOf(parts.parts))),
+    el("div", {class: "wide"}, [["Note", head.notes], ["Warning", head.warnings]].map(([word, said]) =>
+      said.map(one => el("p", {class: "told"}, el("b", {class: word.toLowerCase()}, `${word}: `), one)))));
 }
 
 function figure(title, text, key, value) {
@@ -65,7 +66,7 @@ function opportunities(data, pick) {
       return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
         el("div", {class: "gain"},
           one.is_unknown ? el("b", {}, "not known from one rank")
-            : [el("b", {}, one.estimated_savings ? range : saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`)],
+            : [el("b", {}, one.estimated_savings ? range : saved(one.share)), el("span", {}, [...new Set([time(before), time(after)])].join(" → "))],
           !one.is_unknown && el("span", {class: "meter", "aria-hidden": "true"},
             el("span", {width: `${100 * least}%`}), el("span", {class: "maybe", width: `${100 * (most - least)}%`}))),
         el("div", {},

@@ -28,16 +28,17 @@ function rooflineSection(data, pick) {
     svg("text", {x: (left + width) / 2, y: height - 8, "text-anchor": "middle", class: "strong"}, "arithmetic intensity, FLOP per byte"),
     svg("text", {x: 14, y: height / 2, "text-anchor": "middle", class: "strong", transform: `rotate(-90 14 ${height / 2})`}, "achieved TFLOP/s"),
     svg("line", {x1: x(low), y1: y(Math.max(least, low * slope)), x2: x(ridge), y2: y(peaks.bf16), class: "roof"}),
-    svg("text", {x: x(ridge / 6), y: y(ridge / 6 * slope) - 8, "text-anchor": "end", class: "roof"}, `${whole(peaks.gb_s)} GB/s`),
-    roofs.map(([name, value]) => [
-      svg("line", {x1: x(value / slope), x2: width - right, y1: y(value), y2: y(value), class: "roof"}),
-      svg("text", {x: width - right - 4, y: y(value) - 5, "text-anchor": "end", class: "roof"}, `${name}: ${whole(value)} TFLOP/s`)]),
+    roofs.map(([, value]) => svg("line", {x1: x(value / slope), x2: width - right, y1: y(value), y2: y(value), class: "roof"})),
     points.map(one => {
       const mark = svg("circle", {cx: x(one.intensity), cy: y(one.tflops), r: Math.max(3, 26 * Math.sqrt(one.us / area)), class: "point",
         onclick: () => pick(one)}, svg("title", {}, `${one.short}\n${counted(one.count, "activity", "activities")}, ${time(one.us)}, ${rate(one.tflops, "TFLOP/s")}`));
       mark.style.setProperty("--color", familyColor(one.family));
       return mark;
-    }));
+    }),
+    // The labels are above the circles, and below their line if the label of the line above is near.
+    svg("text", {x: x(ridge / 6), y: y(ridge / 6 * slope) - 8, "text-anchor": "end", class: "roof"}, `${whole(peaks.gb_s)} GB/s`),
+    roofs.map(([name, value], place) => svg("text", {x: width - right - 4, y: place && y(value) - y(roofs[place - 1][1]) < 18 ? y(value) + 14 : y(value) - 5,
+      "text-anchor": "end", class: "roof"}, `${name}: ${whole(value)} TFLOP/s`)));
   const unit = columnUnit(points.map(one => one.us));
   return section("roofline", "Roofline",
     `The chart has ${whole(found.placed)} of the ${whole(found.of)} kernels of step ${data.head.step}, ${share(found.placed_us / found.summed_us)} of its GPU time. `

@@ -82,7 +82,9 @@ function kernelsSection(data, pick, isPicked) {
       {key: "of_roof", title: "of peak", number: true, text: row => row.of_roof === null ? NONE
         : `${share(row.of_roof)} ${row.roof === "compute" ? "arithmetic" : "bandwidth"}`},
     ]});
-  const noted = `Counts and times are of all steps. Rates are means by time over step ${data.head.step}, of the activities whose sizes the trace has; the peak is the data sheet's.`;
+  const noted = "Counts and times are of all steps. " + (rows.some(row => row.tflops !== null || row.gb_s !== null)
+    ? `Rates are means by time over step ${data.head.step}, of the activities whose sizes the trace has; the peak is the data sheet's.`
+    : "With record_shapes=True, the table also has each kernel's rate and its share of the device's peak.");
   return {node: section("kernels", "Kernels", noted, made.node), draw: made.draw};
 }
 

@@ -15,7 +15,9 @@ function matcher(text) {
 }
 
 // columns: {key, title, text(row), number, bar(row), node(row)}; pick(row): called by a click on a row.
-function table({id, columns, rows, sort, down = true, filter, pick, picked, empty = "None of them matches."}) {
+// A column of numbers that no row has is left out.
+function table({id, columns: all, rows, sort, down = true, filter, pick, picked, empty = "None of them matches."}) {
+  const columns = all.filter(one => !one.number || !rows.length || rows.some(row => row[one.key] !== null));
   const state = {sort, down, all: false, filter: ""};
   const body = el("tbody"), more = el("button", {type: "button", class: "plain"}), told = el("span", {class: "told"});
   const heads = columns.map(column => {
