@@ -344,6 +344,87 @@ def test_modules_add_up_to_the_reports(tmp_path, capsys):
     assert {name: us for name, us in own.items() if us} == pytest.approx({n: us for n, us in expected.items() if us})
 
 
+def paths_of(events, inside):
+    """Return by path the time (µs) and the number of some slices, from which slices of their thread enclose them."""
+    found, around = {}, {}
+    for one in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        opened = around.setdefault((one["pid"], one["tid"]), [])
+        while opened and opened[-1]["ts"] + opened[-1]["dur"] <= one["ts"]:
+            opened.pop()
+        opened.append(one)
+        path = tuple(each["name"].partition(" at 0x")[0] for each in opened)
+        us, count = found.get(path, (0, 0))
+        start, end = max(one["ts"], inside[0]), min(one["ts"] + one["dur"], inside[1])
+        found[path] = us + end - start, count + 1
+    return found
+
+
+def flames_by_path(flames):
+    found, pending = {}, [((), one) for one in flames]
+    while pending:
+        above, one = pending.pop()
+        found[(*above, one["name"])] = one["us"], one["calls"]
+        assert [inner["us"] for inner in one["below"]] == sorted((inner["us"] for inner in one["below"]), reverse=True)
+        pending += [((*above, one["name"]), inner) for inner in one["below"]]
+    return found
+
+
+@pytest.mark.parametrize("trace", [TRAINING, ROOT / "tests/traces/train_stack.json.gz"], ids=["calls", "stacks"])
+def test_the_flames_are_the_calls_of_the_step_by_path(trace, pages):
+    figures = json.loads(block(pages(trace), "figures"))
+    slices = [one for one in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
+    step = next(
+        one for one in slices if one["name"] == figures["head"]["step_name"] and one["cat"] == "user_annotation"
+    )
+    span = step["ts"], step["ts"] + step["dur"]
+    during = [one for one in slices if one["ts"] < span[1] and one["ts"] + one["dur"] > span[0]]
+    calls = [one for one in during if one["cat"] in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")]
+    frames = [one for one in during if one["cat"] == "python_function" and not one["name"].startswith("nn.Module")]
+    for name, some in (("calls", calls), ("Python functions", frames)):
+        flames = flames_by_path(figures["flames"][name])
+        raw = paths_of(some, span)
+        assert bool(flames) == bool(raw) and len(flames) >= min(len(raw), 20)
+        for path, (us, count) in flames.items():
+            assert (us, count) == (pytest.approx(raw[path][0], abs=0.01), raw[path][1]), path
+
+
+def test_ops_by_shape_have_the_gpu_time_that_they_launch(pages):
+    figures = json.loads(block(pages(TRAINING), "figures"))
+    slices = [one for one in json.loads(gzip.decompress(TRAINING.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
+    launches = {one["args"]["correlation"]: one for one in slices if one["cat"] in ("cuda_runtime", "cuda_driver")}
+    ops = sorted((one for one in slices if one["cat"] == "cpu_op"), key=lambda one: one["ts"])
+    raw = Counter()
+    for work in slices:
+        if work["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        launch = launches[work["args"]["correlation"]]
+        *_, op = (one for one in ops if one["tid"] == launch["tid"]
+                  and one["ts"] <= launch["ts"] < one["ts"] + one["dur"])  # fmt: skip
+        if op["name"] == "aten::mm":
+            raw[op["name"], str(op["args"]["Input Dims"][:2])] += work["dur"]
+    mine = Counter()
+    for one in figures["by_inputs"]:
+        shapes = re.findall(r"\[[\d, ]*\]", one["inputs"])[:2]
+        mine[one["name"], f"[{', '.join(shapes)}]"] += one["gpu_us"]
+    assert len(raw) > 10
+    assert {key: us for key, us in mine.items() if key[0] == "aten::mm"} == pytest.approx(dict(raw), abs=0.01)
+
+
+def test_each_step_has_its_wait_for_the_dataloader(tmp_path):
+    trace = ROOT / "tests/traces/cpu/loader_inline.json.gz"
+    steps = json.loads(block(page_of(tmp_path, trace), "figures"))["steps"]
+    slices = [one for one in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
+    for step in steps:
+        mark = next(one for one in slices if one["name"] == step["name"] and one["cat"] == "user_annotation")
+        waits = [
+            one["dur"]
+            for one in slices
+            if one["name"].startswith("enumerate(DataLoader)") and one["cat"] == "user_annotation"
+            if mark["ts"] <= one["ts"] < mark["ts"] + mark["dur"]
+        ]
+        assert step["loading_us"] == pytest.approx(sum(waits), abs=0.01) and waits
+
+
 def test_equal_layers_are_one_row(tmp_path):
     """The encoder's twelve layers have one row, which opens to them; no other row has four siblings of its class."""
     tree = json.loads(block(page_of(tmp_path, MODULES), "figures"))["modules"]["tree"]
@@ -687,6 +768,93 @@ def test_it_fits_a_screen_in_both_themes(chromium, pages, width, theme):
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+def test_an_opportunity_zooms_to_its_kernels_and_so_does_its_link(chromium, pages):
+    page = pages(TRAINING)
+    found = json.loads(block(page, "figures"))["opportunities"]["found"]
+    described, columns = unpacked(page)
+    starts, first = starts_of(described, columns), described["first_work"]
+    whole = None
+    for one in found:
+        own = [
+            place
+            for place in range(first, first + described["work"])
+            if described["names"][columns["name"][place]] in one["kernels"]
+        ]
+        browser = shown(chromium, page)
+        browser.execute_script(f"document.querySelector('[data-change={one['change']}] button').click()")
+        settled(browser)
+        start, end = view(browser)
+        whole = whole or (start, end)
+        if own:
+            last = max(starts[place] + columns["dur"][place] for place in own)
+            assert start < starts[own[0]] < last < end < 1.05 * last
+        else:
+            assert end - start >= 0.95 * (whole[1] - whole[0]), "without kernels the whole step is shown"
+        assert view(shown(chromium, page, f"#change={one['change']}")) == (start, end)
+
+
+def test_a_link_opens_at_its_place(chromium, pages):
+    browser = shown(chromium, pages(TRAINING), "#view=20000.00_24000.00&at=kernels")
+    assert view(browser) == (20e6, 24e6)
+    assert abs(browser.execute_script("return document.getElementById('kernels').getBoundingClientRect().top")) < 100
+    press(browser, "w", "d")
+    start, end = view(browser)
+    address = browser.execute_script("return location.hash")
+    assert f"view={start / 1e3:.2f}_{end / 1e3:.2f}" in address
+    assert view(shown(chromium, pages(TRAINING), address)) == pytest.approx((start, end), abs=10)
+
+
+def test_a_range_is_summed_up(chromium, pages):
+    """Shift and a drag select a range. A slice counts with its part in the range."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    page = pages(TRAINING)
+    described, columns = unpacked(page)
+    browser = shown(chromium, page)
+    canvas = browser.find_element("id", "canvas")
+    browser.execute_script("document.getElementById('timeline').scrollIntoView()")
+    before = view(browser)
+    actions = ActionChains(browser).move_to_element_with_offset(canvas, -100, 0).key_down(Keys.SHIFT).click_and_hold()
+    actions.move_by_offset(200, 10).release().key_up(Keys.SHIFT).perform()
+    settled(browser)
+    assert view(browser) == before, "the drag does not move the view"
+    start, end = (
+        float(browser.execute_script(f"return document.getElementById('range').dataset.{one}"))
+        for one in ("from", "to")
+    )
+    expected, starts, first = Counter(), starts_of(described, columns), described["first_work"]
+    for place in range(first, first + described["work"]):
+        us = (min(end, starts[place] + columns["dur"][place]) - max(start, starts[place])) / 1e3
+        if us > 0 and described["kinds"][columns["kind"][place]] != "span":
+            expected[described["names"][columns["name"][place]]] += us
+    assert len(expected) > 5 and values(browser, "range-gpu", "us") == pytest.approx(dict(expected))
+    press(browser, "Escape")
+    assert text(browser, "#range") is None
+    is_quiet(browser, page)
+
+
+def test_a_box_of_the_flame_graph_widens(chromium, pages):
+    page = pages(TRAINING)
+    browser = shown(chromium, page)
+    widths = (
+        "return [...document.querySelectorAll('.flame button')].map(one => [one.title,"
+        " one.getBoundingClientRect().width])"
+    )
+    shares = {title: width for title, width in browser.execute_script(widths)}
+    whole = max(shares.values())
+    (outer,) = json.loads(block(page, "figures"))["flames"]["calls"][0]["below"][:1]
+    (named,) = [title for title in shares if title.startswith(f"{outer['name']} · ")]
+    total = sum(one["us"] for one in json.loads(block(page, "figures"))["flames"]["calls"])
+    assert shares[named] / whole == pytest.approx(outer["us"] / total, rel=0.01)
+    click = "[...document.querySelectorAll('.flame button')].find(one => one.title === arguments[0]).click()"
+    browser.execute_script(click, named)
+    assert dict(browser.execute_script(widths))[named] == pytest.approx(whole)
+    browser.execute_script(click, named)
+    assert dict(browser.execute_script(widths)) == shares
+    is_quiet(browser, page)
+
+
 def test_rates_that_no_kernel_has_are_no_columns(chromium, pages):
     for trace, has in ((H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", False), (SHAPES, True)):
         browser = shown(chromium, pages(trace))
@@ -732,7 +900,10 @@ def test_paper_has_no_controls_and_cuts_nothing_off(chromium, pages):
     try:
         browser.execute_script("dispatchEvent(new Event('beforeprint'))")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 720
-        controls = "return [...document.querySelectorAll('button:not(.plain):not(.sort), input, select')].filter(one => one.offsetParent)"
+        controls = (
+            "return [...document.querySelectorAll('button:not(.plain, .sort, .flame *), input, select')]"
+            ".filter(one => one.offsetParent)"
+        )
         assert browser.execute_script(controls) == []
         canvas = browser.execute_script(
             "const one = document.getElementById('canvas');"

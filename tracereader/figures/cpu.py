@@ -8,7 +8,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
-from tracereader.figures.inputs import inputs_of
+from tracereader.figures.inputs import OfInputs, by_inputs, inputs_of
 from tracereader.figures.steps import label_of, self_us, self_us_of
 from tracereader.trace import Op, Step, Trace
 from tracereader.trace.backends import shows_use
@@ -59,7 +59,7 @@ class Cpu:
     """
 
     # As --json names them.
-    FIELDS = ("label", "chain", "ops", "inputs", "runtime", "cpu_work", "outside_ops", "op_threads")
+    FIELDS = ("label", "chain", "ops", "inputs", "by_inputs", "runtime", "cpu_work", "outside_ops", "op_threads")
 
     def __init__(self, trace: Trace, step: Step, layers: Mapping[int, str]):
         """layers: the model's layer of an op, by the op's id (see layers.py)."""
@@ -141,6 +141,11 @@ class Cpu:
     def inputs(self) -> dict[str, dict[str, int]]:
         """Return the shapes of the ops' inputs, each with its number of calls; empty without recorded shapes."""
         return inputs_of(self._step) if self._trace.has_shapes else {}
+
+    @cached_property
+    def by_inputs(self) -> list[OfInputs]:
+        """Return the times of the ops by the shapes of their inputs; empty without recorded shapes."""
+        return by_inputs(self._step) if self._trace.has_shapes else []
 
     @cached_property
     def runtime(self) -> dict[str, OpTimes]:

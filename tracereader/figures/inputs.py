@@ -3,13 +3,51 @@
 from collections import Counter, defaultdict
 from itertools import groupby
 
+import msgspec
+
 from tracereader.figures.moved import INPUTS
+from tracereader.figures.steps import self_us
 from tracereader.trace import Step
 from tracereader.trace.types import Inputs, Tensor, dtype_of
 
 # The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
 # the op writes.
 READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
+
+
+class OfInputs(msgspec.Struct):
+    """The calls of an op with the same inputs, in µs. self_us: without the ops inside. gpu_us: of the GPU activities
+    that the op launches itself; overlapping ones count in full."""
+
+    name: str
+    inputs: str
+    calls: int = 0
+    self_us: float = 0.0
+    gpu_us: float = 0.0
+
+
+def by_inputs(step: Step) -> list[OfInputs]:
+    """Return a step's ops by the description of their inputs, the longest GPU time and then self time first.
+
+    Only calls with recorded tensors count.
+    """
+    launched: Counter = Counter()
+    for one in step.work:
+        op = one.launch
+        while op is not None and op.kind != "op":
+            op = op.parent
+        launched[id(op)] += one.dur
+    found, words = {}, {}  # most ops of a step repeat the inputs of another one
+    for op in step.walk():
+        key = op.name, op.inputs
+        if op.kind == "op" and key not in words:
+            words[key] = _words(*key)
+        if op.kind == "op" and words[key]:
+            row = found.setdefault((op.name, words[key]), OfInputs(op.name, words[key]))
+            row.calls += 1
+            row.self_us += self_us(op)
+            row.gpu_us += launched[id(op)] / 1e3
+    return sorted(found.values(), key=lambda one: (-one.gpu_us, -one.self_us))
 
 
 def inputs_of(step: Step) -> dict[str, dict[str, int]]:

@@ -14,7 +14,7 @@ import msgspec
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.intervals import Intervals, Lengths, joined, length, union
-from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
+from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, LOADER, is_torchs_own
 from tracereader.trace.quality import LAUNCH, usual_amount
 
 # A step that took this many times the typical one is marked. On the H200 the first recorded step takes 1.7 to 3.4 times
@@ -91,6 +91,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     times_the_typical: float | None  # its CPU time over the typical step's, if it stands out among three or more
     excess: Excess | None  # if its CPU time stands out
     gpu_times_the_median: float | None  # its GPU busy time over the median step's, if it stands out
+    loading_us: float | None  # its wait for the DataLoader's next batch
 
     @property
     def number(self) -> str:
@@ -198,6 +199,11 @@ def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
         if not enclosed:
             found.append(op)
     return found
+
+
+def loader_waits(step: Step) -> Intervals:
+    """Return the intervals in which a step waits for the DataLoader's next batch."""
+    return union((op.start, min(op.end, step.end)) for op in labels(step, LOADER))
 
 
 def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
@@ -320,6 +326,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 times_the_typical=ratio if stands_out(trace, step, usual) else None,
                 excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
                 gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
+                loading_us=length(waits) / 1e3 if (waits := loader_waits(step)) else None,
             )
         )
         before = step

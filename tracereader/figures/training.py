@@ -10,12 +10,12 @@ import msgspec
 from tracereader.figures.pace import on_its_thread
 from tracereader.figures.phases import backward_nodes, in_backward
 from tracereader.figures.places import Place
-from tracereader.figures.steps import graph_spans, ids_inside, labels, outermost_named
+from tracereader.figures.steps import graph_spans, ids_inside, labels, loader_waits, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.intervals import Intervals, Lengths, gaps, joined, length, minus, union
-from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, SPARSE_GRADIENT, is_phase
+from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, SPARSE_GRADIENT, is_phase
 from tracereader.trace.waits import synchronizes
 
 # Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.
@@ -405,7 +405,7 @@ def _mean_loading(trace: Trace) -> Loading | None:
 
 
 def _loading(step: Step, idle: Intervals | None) -> Loading | None:
-    waits = union((op.start, min(op.end, step.end)) for op in labels(step, LOADER))
+    waits = loader_waits(step)
     if not waits:
         return None
     us = sum(end - start for start, end in waits) / 1e3

@@ -13,7 +13,7 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.changes.opportunity import Opportunity
-from tracereader.figures import Summary
+from tracereader.figures import Summary, flame
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.places import by_module_path
@@ -38,7 +38,7 @@ INSTANCE = re.compile(r"_\d+$")  # the profiler numbers the modules of a class
 MANY = 4  # modules of a class, such as layers, that fold into one row
 NAMED = 3  # paths or hosts that are named; of the others the number is given
 OF_A_STEP = ("name", "number", "cpu_us", "gpu_busy_us", "gpu_span_us", "gpu_idle_share", "launches",
-             "launch_to_start_us", "times_the_typical")  # fmt: skip
+             "launch_to_start_us", "times_the_typical", "loading_us")  # fmt: skip
 OF_A_KERNEL = ("family", "asked_by", "count", "total_us", "median_us", "low_us", "high_us", "share")
 
 
@@ -65,6 +65,8 @@ def figures(
         "time": _time(summary),
         "kernels": _kernels(summary),
         "ops": _ops(summary),
+        "by_inputs": msgspec.to_builtins(summary.cpu.by_inputs),
+        "flames": msgspec.to_builtins({"calls": flame.of_ops(step), "Python functions": flame.of_python(trace, step)}),
         "modules": _modules(trace, summary, step),
         "memory": msgspec.to_builtins(summary.training.memory),
         "peak_bytes": summary.source.peak_bytes,

@@ -39,6 +39,20 @@ function describe(slices, one, timeline, showKernel) {
       ? el("p", {class: "told"}, `Arguments of ${counted(slices.arguments_left_out, "slice")} are left out: the page holds 2 MB of them.`) : null);
 }
 
+// The totals of a range. A slice counts with the part of it that lies in the range.
+function describeRange(slices, {from, to}) {
+  const rows = slices.totals(from, to), us = (to - from) / 1e3;
+  const part = (id, title, some) => some.length > 0 && [el("h3", {}, title), table({id, rows: some, sort: "us", columns: [
+    {key: "name", title: "name", name: true, text: row => cut(slices.shown.get(row.name) ?? row.name, 90)},
+    {key: "count", title: "count", number: true, text: row => whole(row.count)},
+    {key: "us", title: "time", number: true, text: row => time(row.us), bar: row => row.us / us},
+    {key: "part", title: "of the range", text: row => share(row.us / us, 1)},
+  ]}).node];
+  return el("div", {id: "range", data: {from, to}}, el("p", {id: "selected-text"}, `The range takes ${time(us)}.`),
+    part("range-gpu", "GPU activities, summed over all streams", rows.filter(row => row.on_gpu)),
+    part("range-cpu", "Calls with what they call, summed over all threads", rows.filter(row => !row.on_gpu && row.kind !== "span")));
+}
+
 function args(found) {
   return el("details", {open: true},
     el("summary", {}, "arguments"),

@@ -93,6 +93,13 @@ class Painter {
       else this.memory(band);
     }
     this.arrows(state);
+    if (state.range) {
+      const from = this.x(state.range.from);
+      context.globalAlpha = 0.2;
+      context.fillStyle = paint.accent;
+      context.fillRect(from, 0, this.x(state.range.to) - from, this.height);
+      context.globalAlpha = 1;
+    }
     state.marks.forEach((mark, place) => this.mark(mark, String(place + 1)));
     context.restore();
     this.axis(state);

@@ -2,7 +2,7 @@
 
 const SECTIONS = [
   ["overview", "Overview"], ["measured", "Measured"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
-  ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
+  ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["shapes", "Shapes"], ["flame", "Flame graph"], ["modules", "Modules"],
   ["memory", "Memory"], ["patterns", "Patterns"], ["report", "As text"], ["predicted", "Predicted"], ["heat", "Ranks by steps"], ["rank-list", "Ranks"],
   ["collectives", "Collectives"], ["messages", "Messages"], ["changes", "What changed"],
 ];
@@ -23,6 +23,7 @@ function tracePage(data, root) {
   function pickChange(one, scroll = true) {
     address.set({change: one.change, kernel: null, search: null});
     timeline?.highlightNames(one.kernels, `“${one.title}”`);
+    timeline?.showMatches(data.head.step_index);
     if (scroll) toTimeline();
   }
   function goTo(number) {
@@ -40,7 +41,7 @@ function tracePage(data, root) {
   kernels = kernelsSection(data, pickKernel, row => row.name === address.get("kernel"));
   const parts = [
     overview(data), measuredSection(data), opportunities(data, pickChange), data.hasTimeline && place, guessesSection(data), timeSection(data),
-    stepsSection(data, data.hasTimeline && goTo), kernels?.node, rooflineSection(data, pickKernel), opsSection(data, pickKernel),
+    stepsSection(data, data.hasTimeline && goTo), kernels?.node, rooflineSection(data, pickKernel), opsSection(data, pickKernel), shapesSection(data), flameSection(data),
     modulesSection(data), memorySection(data), patternsSection(data), reportSection(data), about(data),
   ];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
@@ -63,6 +64,7 @@ function tracePage(data, root) {
       timeline.search.value = search;
       timeline.searchFor(search);
     }
+    timeline.showAddressed();
     kernels?.draw();
   }
   addEventListener("hashchange", () => { if (timeline) applyAddress(); });
@@ -87,7 +89,8 @@ function withTimeline(data, place, {note, showKernel, ready}) {
   const details = el("div", {id: "details", "aria-live": "polite"});
   slicesOf().then(found => {
     const slices = new Slices(found);
-    const timeline = new Timeline(slices, one => fill(clear(details), [describe(slices, one, timeline, showKernel)]));
+    const timeline = new Timeline(slices, one => fill(clear(details), [describe(slices, one, timeline, showKernel)]),
+      range => fill(clear(details), [describeRange(slices, range)]));
     const held = `The timeline holds ${counted(slices.count, "slice")} on ${counted(slices.tracks.length, "track")}. ${note}`;
     fill(clear(place), [el("h2", {}, "Timeline"), el("p", {class: "told"}, held), timelineLegend(slices),
       el("div", {class: "panes"}, timeline.node, details)]);
@@ -122,7 +125,10 @@ function timelineLegend(slices) {
 // The bar at the top: file, sections, theme.
 function bar(data, parts) {
   const here = new Set(parts.filter(Boolean).map(one => one.id));
-  const go = id => document.getElementById(id).scrollIntoView({behavior: "smooth"});
+  const go = id => {
+    address.set({at: id});
+    document.getElementById(id).scrollIntoView({behavior: "smooth"});
+  };
   const root = document.documentElement;
   const theme = el("button", {type: "button", class: "theme", id: "theme", "aria-label": "light or dark", onclick: () => {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -152,3 +158,4 @@ const data = figuresOf(), root = document.getElementById("page");
 data.hasTimeline = Boolean(document.getElementById("slices").textContent);
 document.title = `${data.file} · read-trace`;
 ({trace: tracePage, comparison: comparisonPage, ranks: ranksPage})[data.page](data, root);
+if (SECTIONS.some(([id]) => id === address.get("at"))) document.getElementById(address.get("at"))?.scrollIntoView();

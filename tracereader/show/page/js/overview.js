@@ -62,7 +62,7 @@ function opportunities(data, pick) {
       const range = low === high ? high : `${low.replace("%", "")} to ${high}`;
       const [least, most] = one.estimated_savings || [one.share, one.share];
       const [before, after] = unprofiled ? [one.unprofiled_step_us, one.unprofiled_step_us_after] : [one.step_us, one.step_us_after];
-      const shows = one.kernels.length > 0 && data.hasTimeline;
+      const shows = data.hasTimeline && data.head.gpu;
       return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
         el("div", {class: "gain"},
           one.is_unknown ? el("b", {}, "not known from one rank")
@@ -79,7 +79,7 @@ function opportunities(data, pick) {
           el("p", {}, sentence(one.evidence)),
           el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
           shows && el("button", {type: "button", class: "plain", onclick: () => pick(one)},
-            `show its kernels in the timeline (${counted(one.kernels.length, "name")})`)));
+            one.kernels.length ? `show its kernels in the timeline (${counted(one.kernels.length, "name")})` : "show the step in the timeline")));
     })),
   ]);
 }

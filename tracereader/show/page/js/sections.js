@@ -58,6 +58,7 @@ function stepsSection(data, goTo) {
           {key: "gpu_idle_share", title: "GPU idle", number: true, text: row => share(row.gpu_idle_share)},
           {key: "launches", title: "launches", number: true, text: row => whole(row.launches)},
         ] : [],
+        {key: "loading_us", title: `waiting for the DataLoader ${unit.name}`, number: true, text: row => inUnit(row.loading_us, unit), bar: row => row.loading_us / most},
         {key: "cause", title: "remark", text: row => row.times_the_typical === null ? ""
           : `${digits(row.times_the_typical, 1)} times the typical step${row.cause ? `: ${row.cause}` : ""}`},
       ]}).node);
@@ -101,6 +102,42 @@ function opsSection(data, pick) {
       {key: "total_us", title: `total ${unit.name}`, number: true, text: row => inUnit(row.total_us, unit)},
       ...data.head.gpu ? [{key: "reaches_gpu", title: "launches GPU work", text: row => row.reaches_gpu ? "yes" : "no"}] : [],
     ]}).node);
+}
+
+function shapesSection(data) {
+  const rows = data.by_inputs, on = data.head.gpu;
+  if (!rows.length) return null;
+  const unit = columnUnit(rows.map(one => Math.max(one.gpu_us, one.self_us))), most = largest(rows.map(one => on ? one.gpu_us : one.self_us)) || 1;
+  return section("shapes", "Ops by the shapes of their inputs",
+    `Of step ${data.head.step}. ${on ? "GPU time is that of the GPU activities that an op launches itself. " : ""}Self time on the CPU is without the ops that an op calls.`,
+    table({id: "shapes-table", rows, sort: on ? "gpu_us" : "self_us", filter: "ops", columns: [
+      {key: "name", title: "op", name: true, node: row => [row.name, el("small", {}, " ", row.inputs)]},
+      {key: "calls", title: "calls", number: true, text: row => whole(row.calls)},
+      ...on ? [{key: "gpu_us", title: `GPU ${unit.name}`, number: true, text: row => inUnit(row.gpu_us, unit), bar: row => row.gpu_us / most}] : [],
+      {key: "self_us", title: `CPU self ${unit.name}`, number: true, text: row => inUnit(row.self_us, unit), bar: row => on ? 0 : row.self_us / most},
+    ]}).node);
+}
+
+// Equal paths are one box, as wide as its share of the time; the longest is on the left. A click on a box widens it.
+function flameSection(data) {
+  const kinds = Object.entries(data.flames).filter(([, flames]) => flames.length);
+  if (!kinds.length) return null;
+  const box = (one, wholeUs, widen) => el("div", {width: `${100 * one.us / wholeUs}%`},
+    el("button", {type: "button", title: `${one.name} · ${time(one.us)} in ${counted(one.calls, "call")}`, onclick: () => widen(one)},
+      one.name.replace(/^(aten::|autograd::engine::evaluate_function: )/, "")),
+    one.below.length > 0 && el("div", {class: "below"}, one.below.filter(inner => inner.us > 0.003 * widen.shown.us).map(inner => box(inner, one.us, widen))));
+  const graph = ([what, flames]) => {
+    const whole = {name: `all ${what}`, us: sumOf(flames), calls: flames.length, below: flames}, node = el("div", {class: "flame", "aria-label": `flame graph of ${what}`});
+    const widen = one => {
+      widen.shown = one === widen.shown ? whole : one;
+      fill(clear(node), [box(widen.shown, widen.shown.us, widen)]);
+    };
+    widen(whole);
+    return [kinds.length > 1 && el("h3", {}, what.replace(/^./, letter => letter.toUpperCase())), node];
+  };
+  return section("flame", "Flame graph",
+    `The CPU time of step ${data.head.step} by what calls what, of all threads. Calls of one path are one box, and the longest is on the left. A click widens a box, and a second click shows all again.`,
+    kinds.map(graph));
 }
 
 function modulesSection(data) {

@@ -147,6 +147,22 @@ class Slices {
     return best;
   }
 
+  // Returns a row for each name of the slices between two times: their number, and their time in it (µs).
+  totals(from, to) {
+    const found = new Map(), {start, dur} = this;
+    for (const row of this.tracks.flatMap(track => track.rows)) {
+      let place = this.firstFrom(row, from);
+      while (place > 0 && start[row[place - 1]] + dur[row[place - 1]] > from) place--;
+      for (; place < row.length && start[row[place]] < to; place++) {
+        const one = row[place], name = this.nameOf(one), kind = this.kindOf(one), key = `${kind} ${name}`;
+        if (!found.has(key)) found.set(key, {name, kind, on_gpu: this.isWork(one) && kind !== "span", count: 0, us: 0});
+        found.get(key).count += 1;
+        found.get(key).us += (Math.min(to, start[one] + dur[one]) - Math.max(from, start[one])) / 1e3;
+      }
+    }
+    return [...found.values()];
+  }
+
   stepAt(moment) {
     return this.steps.find(step => moment >= step.start && moment < step.end) ?? null;
   }

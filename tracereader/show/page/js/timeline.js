@@ -1,15 +1,17 @@
 // The timeline: zoom and pan, selection, search, and jumps to steps.
 
 const TALLEST = 640, TALLEST_ON_PAPER = 900, LEAST_NS = 40;
-const KEYS = "W and S zoom, A and D pan, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
+const KEYS = "W and S zoom, A and D pan, Shift and a drag sum up a range, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
 
 class Timeline {
-  constructor(slices, select) {
+  // select(slice), selectRange({from, to}): called with what the user selects.
+  constructor(slices, select, selectRange) {
     this.slices = slices;
     this.onSelect = select;
+    this.onRange = selectRange;
     this.whole = {from: -0.01 * slices.end, to: 1.01 * slices.end};
     this.step = slices.steps[0];
-    this.state = {view: {...this.whole}, scroll: 0, selected: null, hover: null, searching: false, step: null, origin: 0, marks: []};
+    this.state = {view: {...this.whole}, scroll: 0, selected: null, hover: null, searching: false, step: null, origin: 0, marks: [], range: null};
     this.build();
     this.painter = new Painter(this.canvas, slices);
     this.painter.layout();
@@ -108,12 +110,34 @@ class Timeline {
     this.draw();
   }
 
+  // Shows the highlighted slices of a step, or the whole step without any.
+  showMatches(place) {
+    this.goTo(place, false);
+    const {start, dur} = this.slices, {from, to} = this.state.view;
+    const seen = [...this.slices.matches].filter(one => start[one] >= from && start[one] + dur[one] <= to);
+    if (!seen.length) return;
+    const end = seen.reduce((last, one) => Math.max(last, start[one] + dur[one]), 0), room = 0.02 * (end - start[seen[0]]);
+    this.show({from: start[seen[0]] - room, to: end + room});
+  }
+
+  // The address keeps the part of the timeline that the user has chosen, in µs.
+  remember() {
+    const {from, to} = this.state.view;
+    address.set({view: [from, to].map(one => (one / 1e3).toFixed(2)).join("_")});
+  }
+
+  showAddressed() {
+    const [from, to] = (address.get("view") ?? "").split("_").map(one => 1e3 * Number(one));
+    if (to > from) this.show({from, to});
+  }
+
   // Zooms around a point of the canvas. Without a point, around the selection if it is in view, or the middle.
   zoom(factor, x = this.middle()) {
     const {from, to} = this.state.view, at = from + x / this.painter.width * (to - from);
     const long = Math.max(LEAST_NS, Math.min((to - from) * factor, this.whole.to - this.whole.from));
     const start = at - x / this.painter.width * long;
     this.show({from: start, to: start + long});
+    this.remember();
   }
 
   middle() {
@@ -125,6 +149,7 @@ class Timeline {
   pan(shares) {
     const {from, to} = this.state.view, by = shares * (to - from);
     this.show({from: from + by, to: to + by});
+    this.remember();
   }
 
   scrollTo(y) {
@@ -138,7 +163,7 @@ class Timeline {
     const acts = {
       w: () => this.zoom(0.7 ** far), s: () => this.zoom(1 / 0.7 ** far), a: () => this.pan(-0.15 * far),
       d: () => this.pan(0.15 * far), f: () => this.show(this.whole), n: () => this.nextMatch(event.shiftKey ? -1 : 1),
-      "/": () => this.search.focus(), enter: () => this.zoomTo(selected), escape: () => this.select(null),
+      "/": () => this.search.focus(), enter: () => this.zoomTo(selected), escape: () => { this.state.range = null; this.select(null); },
       arrowleft: () => this.moveBy(-1), arrowright: () => this.moveBy(1), arrowup: () => this.moveUp(),
       arrowdown: () => this.moveDown(), pageup: () => this.scrollTo(this.state.scroll - 200),
       pagedown: () => this.scrollTo(this.state.scroll + 200), "[": () => this.moveStep(-1), "]": () => this.moveStep(1),
@@ -166,6 +191,8 @@ class Timeline {
     this.canvas.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, {x: event.offsetX, y: event.offsetY});
     this.moved = 0;
+    this.state.range = null;
+    this.rangeFrom = event.shiftKey ? this.painter.moment(event.offsetX) : null;
   }
 
   move(event) {
@@ -181,7 +208,11 @@ class Timeline {
       this.moved = 99;
     } else {
       this.moved += Math.abs(x - held.x) + Math.abs(y - held.y);
-      if (this.moved > 4) {
+      if (this.moved > 4 && this.rangeFrom !== null) {
+        const at = this.painter.moment(x);
+        this.state.range = {from: Math.min(at, this.rangeFrom), to: Math.max(at, this.rangeFrom)};
+        this.draw();
+      } else if (this.moved > 4) {
         this.pan((held.x - x) / this.painter.width);
         if (event.pointerType === "mouse") this.scrollTo(this.state.scroll + held.y - y);
       }
@@ -191,6 +222,7 @@ class Timeline {
 
   drop(event) {
     this.pointers.delete(event.pointerId);
+    if (this.state.range) this.onRange(this.state.range);
     if (this.moved > 4) return;
     const {slice, step, track} = this.painter.at(event.offsetX, event.offsetY, this.state.scroll);
     if (track) {
@@ -244,6 +276,7 @@ class Timeline {
     if (one === null) return;
     const {start, dur} = this.slices, room = Math.max(dur[one], LEAST_NS);
     this.show({from: start[one] - 0.25 * room, to: start[one] + 1.25 * room});
+    this.remember();
     this.scrollInto(one);
   }
 
@@ -360,7 +393,7 @@ class Timeline {
     this.state.step = step;
     this.state.origin = step ? step.start : 0;
     this.steps.value = place === null ? "" : String(place);
-    if (remember) address.set({step: step ? step.name.replace(/^ProfilerStep#/, "") : null});
+    if (remember) address.set({step: step ? step.name.replace(/^ProfilerStep#/, "") : null, view: null});
     if (!step) return this.show(this.whole);
     // A step's GPU work may end after the CPU has left the step.
     const end = Math.max(step.end, step.work_end ?? step.end), room = 0.02 * (end - step.start);
