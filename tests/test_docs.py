@@ -68,7 +68,7 @@ def test_pages_use_the_fields_words(page):
 
 
 def test_the_pages_thresholds_are_those_of_the_code(monkeypatch):
-    page = (ROOT / "docs/reference.md").read_text()
+    page = (ROOT / "docs/thresholds.md").read_text()
     used = {name for _, name, _, _ in make.VALUE.findall(page)}
     assert used == set(make.THRESHOLDS), "each threshold is named on the page, and no other"
     monkeypatch.setitem(make.THRESHOLDS, "idle", "99%")
