@@ -37,7 +37,8 @@ GPU_ONLY = "only a GPU's trace has it: "
 
 PART_1 = (
     Figure("1", "the profiler table, 64 x 64", RUN_64, TRACE_64, "--only table",
-           "The last row: far more CPU time than GPU time, so the GPU waits for the CPU.", r"self times of all.*|matmul_add .*"),
+           "The last row: far more CPU time than GPU time, so the GPU waits for the CPU.",
+           r"self times of all.*|matmul_add .*"),
     Figure("2", "the profiler table, 4096 x 4096", "01_matmul_add.py --size 4096",
            "01_matmul_add/4096_bf16_cold_eager", "--only table",
            "The GPU's sum is near the CPU's, and one kernel takes nearly all of it.",
@@ -63,7 +64,8 @@ PART_1 = (
            "The profiler allocates memory for GPU records once, before the first kernel.",
            r".*before the first kernel.*", GPU_ONLY + "there are no GPU records"),
     Figure("10", "a gap between matmul and add", RUN_64_ALL, TRACE_64_ALL, "--step 0 --only starts",
-           "In the gap the launching thread is in aten::add and its launch, on their first call, and in no buffer request.", r"in the gap before vec.*", GPU_ONLY + "the gap is between kernels"),
+           "In the gap the launching thread is in aten::add and its launch, on their first call, and in no buffer "
+           "request.", r"in the gap before vec.*", GPU_ONLY + "the gap is between kernels"),
     Figure("11", "with 20 steps, the gap shows once", f"{RUN_64_ALL} --active 20", f"{TRACE_64_ALL}_active20",
            "--step 1 --only steps,patterns",
            "`span` minus `GPU busy` is the gap of each step.",
