@@ -163,3 +163,11 @@ def test_the_threads_of_a_run_are_measured_and_kept():
         assert threads_us() is None
     finally:
         torch.set_num_threads(count)
+
+
+def test_the_page_of_a_comparison_names_the_disturbed_run(tmp_path):
+    disturbed = steps(tmp_path, 27_846, 179, 27_898).rename(tmp_path / "disturbed.json")
+    page = tmp_path / "page.html"
+    assert cli.main([str(disturbed), str(steps(tmp_path, 190, 179, 185)), "--html", str(page)]) == 0
+    figures = json.loads(page.read_text().partition('id="figures">')[2].partition("</script>")[0])
+    assert [SAYS in (run["busy"] or "") for run in figures["runs"]] == [True, False]

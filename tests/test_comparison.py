@@ -340,6 +340,18 @@ def test_a_missed_prediction_is_explained_by_the_same_calls(capsys, before, afte
     assert [float(told[1]) * scale, float(told[3]) * scale] == pytest.approx([now, was], rel=0.02)
 
 
+def test_the_page_explains_a_missed_prediction(tmp_path):
+    before, after = files("syncs/item", "syncs/none")
+    page = tmp_path / "page.html"
+    assert cli.main([str(before), str(after), "--html", str(page)]) == 0
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.S)[1])
+    (row,) = [one for one in figures["predicted"] if one["change"] == "remove_sync"]
+    was, now = same_calls_us(before, after)
+    (missed,) = row["missed"]
+    told = re.fullmatch(r"In run 2, the same ops and calls take the CPU ([\d.]+) ms instead of ([\d.]+)\.", missed)
+    assert [1e3 * float(one) for one in told.groups()] == pytest.approx([now, was], rel=0.02)
+
+
 def test_a_missed_prediction_is_explained_by_the_gpus_work(capsys):
     """The prediction of a static cache did not include that attention reads all of it."""
     before, after = files("lengths/flash", "lengths/static")

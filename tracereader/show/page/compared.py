@@ -93,13 +93,19 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
 
 
 def _predicted(sides: Sequence[compare.Side], proposed: Sequence[Opportunity]) -> list[dict]:
-    """Return the first run's proposals. measured_us: for each other run, its step's time if it makes that change."""
-    rows = [{**msgspec.to_builtins(one), "measured_us": []} for one in proposed]
-    for side in sides[1:]:
+    """Return the first run's proposals. measured_us: for each other run, its step's time if it makes that change.
+
+    missed: sentences on why a run that makes this change alone differs by much from its prediction.
+    """
+    rows = [{**msgspec.to_builtins(one), "measured_us": [], "missed": []} for one in proposed]
+    for number, side in enumerate(sides[1:], 2):
         found = catalogue.checked(sides[0], proposed, side)
         changes = {one.change for one in found.proposals} if found else set()
         for row in rows:
             row["measured_us"].append(found.measured_us if row["change"] in changes else None)
+            if changes == {row["change"]}:
+                why = faster.why_missed(sides[0], side, row["step_us_after"], found.measured_us)
+                row["missed"] += [f"In run {number}, {why}."] * bool(why)
     return rows
 
 
@@ -112,6 +118,7 @@ def _run(side: compare.Side, name: str) -> dict:
         "device": ", ".join(dict.fromkeys(one.source.devices)) or "CPU only",
         "regime": word,
         "why": why,
+        "busy": steps.busy_machine(one),
         **measures(one),
         "memcpys": one.count("memcpy"),
         "memsets": one.count("memset"),

@@ -41,7 +41,8 @@ function runsOverview(data) {
     el("p", {class: "device"}, [...new Set(runs.map(run => run.device))].join(" · ")),
     el("h1", {}, word),
     runs.map(run => run.pace && el("p", {class: "pace"}, sentence(run.pace))),
-    runs.map((run, place) => el("p", {}, el("b", {}, `Run ${place + 1}, ${run.name}: `), `${run.regime}; ${run.why}.`)),
+    runs.map((run, place) => el("p", {}, el("b", {}, `Run ${place + 1}, ${run.name}: `), `${run.regime}; ${run.why}.`,
+      run.busy && el("span", {class: "warning"}, " ", sentence(run.busy)))),
     el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "measures"},
       el("table", {class: "measures", id: "measures"},
         el("thead", {}, el("tr", {}, el("th", {scope: "col"}, "of one step"),
@@ -57,7 +58,7 @@ function predictedSection(data) {
   return section("predicted", "Predicted and measured",
     "Run 1's report proposes these changes, and predicts the step after each change alone. A run has a measured step in this table if the traces show that it makes the change. If it makes several of them, the measured step includes them all.",
     table({id: "predicted-table", rows: predicted.map((one, place) => ({...one, place, name: one.title})), sort: "place", down: false, columns: [
-      {key: "name", title: "change", name: true},
+      {key: "name", title: "change", name: true, node: row => [row.name, row.missed.map(one => el("small", {}, " ", one))]},
       {key: "step_us", title: `run 1 ${unit.name}`, number: true, text: row => inUnit(row.step_us, unit)},
       {key: "step_us_after", title: `predicted ${unit.name}`, number: true, text: row => `${row.basis === "bound" ? "about " : ""}${inUnit(row.step_us_after, unit)}`},
       ...runs.slice(1).map((run, place) => ({key: `run${place}`, title: `run ${place + 2} ${unit.name}`, number: true, text: row => inUnit(row.measured_us[place], unit)})),
