@@ -8,7 +8,7 @@ from tracereader.trace import Step, Trace
 
 # A path with less than this share of all time is too narrow to be drawn, and so is what a deeper call calls. Their time
 # is in that of the call around them.
-NARROW, DEEPEST = 0.001, 100
+NARROW, DEEPEST = 0.002, 100
 
 
 class Flame(msgspec.Struct):
@@ -54,11 +54,12 @@ def _merged(calls: Iterable[tuple[str, int, int]]) -> list[Flame]:
             below[key] = Flame(name, 0.0, 0, [])
             path[-1].below.append(below[key])
         path.append(below[key])
-        path[-1].us += ns / 1e3
+        path[-1].us += ns  # ns until all calls are added
         path[-1].calls += 1
     least, todo = NARROW * sum(one.us for one in root.below), [root]
     while todo:
         one = todo.pop()
         one.below = sorted((inner for inner in one.below if inner.us >= least), key=lambda inner: -inner.us)
+        one.us /= 1e3
         todo += one.below
     return root.below

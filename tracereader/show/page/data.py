@@ -65,7 +65,9 @@ def figures(
         "time": _time(summary),
         "kernels": _kernels(summary),
         "ops": _ops(summary),
-        "by_inputs": msgspec.to_builtins(summary.cpu.by_inputs),
+        "by_inputs": [
+            msgspec.to_builtins(one) for one in summary.cpu.by_inputs if one.gpu_us or not summary.has_gpu_work
+        ],
         "flames": msgspec.to_builtins({"calls": flame.of_ops(step), "Python functions": flame.of_python(trace, step)}),
         "modules": _modules(trace, summary, step),
         "memory": msgspec.to_builtins(summary.training.memory),

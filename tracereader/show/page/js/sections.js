@@ -109,7 +109,7 @@ function shapesSection(data) {
   if (!rows.length) return null;
   const unit = columnUnit(rows.map(one => Math.max(one.gpu_us, one.self_us))), most = largest(rows.map(one => on ? one.gpu_us : one.self_us)) || 1;
   return section("shapes", "Ops by the shapes of their inputs",
-    `Of step ${data.head.step}. ${on ? "GPU time is that of the GPU activities that an op launches itself. " : ""}Self time on the CPU is without the ops that an op calls.`,
+    `Of step ${data.head.step}. ${on ? "Only ops that launch GPU work themselves are here, with the time of that work. " : ""}Self time on the CPU is without the ops that an op calls.`,
     table({id: "shapes-table", rows, sort: on ? "gpu_us" : "self_us", filter: "ops", columns: [
       {key: "name", title: "op", name: true, node: row => [row.name, el("small", {}, " ", row.inputs)]},
       {key: "calls", title: "calls", number: true, text: row => whole(row.calls)},
