@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from tracereader.figures import compare
 from tracereader.figures.side import Side
 from tracereader.findings.finding import copies_as_noun, counted, family_as_noun, in_one_unit, listed
+from tracereader.findings.steps import BUSY
 
 # Steps are equally fast if their times differ by less than this share, as two recordings of one program do.
 ALIKE = 0.05
@@ -235,9 +236,8 @@ def why_missed(before: Side, after: Side, predicted_us: float, measured_us: floa
     if idle_us < MOSTLY * abs(missed_us):
         return ""
     was, now = _same_calls_us(before, after)
-    busy = (
-        _busy_cores(before, after, was, now) if min(was, now) >= CONSIDERABLE * min(predicted_us, measured_us) else ""
-    )
+    has_much = min(was, now) >= CONSIDERABLE * min(predicted_us, measured_us)
+    busy = _busy_cores(before, after, was, now) if has_much else ""
     if MOSTLY <= (now - was) / missed_us <= 1 / MOSTLY or (busy and (now - was) * missed_us > 0):
         return _same_calls(was, now) + busy
     return ""
@@ -248,11 +248,12 @@ def _busy_cores(before: Side, after: Side, was: float, now: float) -> str:
 
     was, now: the times of the calls (µs).
     """
-    some = before.summary, after.summary
-    comparable = all(one.source.shapes_recorded and not one.has_gpu_work for one in some)
+    some = before.summary.source, after.summary.source
+    same_threads = len({one.facts.device for one in some}) == 1  # as far as the runs stored them
+    comparable = same_threads and all(one.shapes_recorded and not one.devices for one in some)
     if not comparable or max(was, now) < SLOWED * min(was, now) or compare.inputs(before, after):
         return ""
-    return f": the cores were busy{' while the first was recorded' * (was > now)}"
+    return f": {BUSY}{' while the first was recorded' * (was > now)}"
 
 
 def _by_family(before: Side, after: Side, difference: float) -> list[str]:

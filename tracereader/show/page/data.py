@@ -16,7 +16,7 @@ from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary, flame
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
-from tracereader.figures.places import by_module_path
+from tracereader.figures.places import NUMBER, by_module_path
 from tracereader.findings import cheatsheet, communication, recording, steps
 from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
@@ -34,7 +34,6 @@ NAME_IN_A_SLICE = 48
 DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
-INSTANCE = re.compile(r"_\d+$")  # the profiler numbers the modules of a class
 MANY = 4  # modules of a class, such as layers, that fold into one row
 NAMED = 3  # paths or hosts that are named; of the others the number is given
 OF_A_STEP = ("name", "number", "cpu_us", "gpu_busy_us", "gpu_span_us", "gpu_idle_share", "launches",
@@ -239,7 +238,7 @@ def _folded(modules: Sequence[dict]) -> list[dict]:
     """Return sibling modules, the largest first, with those of a class that has many below one row."""
     by_class = defaultdict(list)
     for one in modules:
-        by_class[INSTANCE.sub("", one["name"])].append(one)
+        by_class[NUMBER.sub("", one["name"])].append(one)
     rows = []
     for name, some in by_class.items():
         if len(some) < MANY:
