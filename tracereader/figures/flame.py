@@ -1,9 +1,10 @@
 """A step's calls merged by their path, as a flame graph draws them: what calls what, and for how long in all."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 
+from tracereader.figures.gpu_time import nested
 from tracereader.trace import Step, Trace
 
 # A path with less than this share of all time is too narrow to be drawn, and so is what a deeper call calls. Their time
@@ -27,18 +28,11 @@ def of_ops(step: Step) -> list[Flame]:
 
 def of_python(trace: Trace, step: Step) -> list[Flame]:
     """Return the flames of the Python functions that ran in a step, on all threads; empty without recorded stacks."""
-    return _merged(one for track in trace.frames for one in _nested(trace, step, track))
-
-
-def _nested(trace: Trace, step: Step, track: tuple) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, the depth and the time (ns) in the step of one thread's functions, callers first."""
-    around: list[int] = []  # the ends of the functions that are open
-    inside = [one for one in trace.frames[track] if one.start < step.end and one.end > step.start]
-    for one in sorted(inside, key=lambda one: (one.start, -one.end)):
-        while around and around[-1] <= one.start:
-            around.pop()
-        yield one.name.partition(" at 0x")[0], len(around), min(one.end, step.end) - max(one.start, step.start)
-        around.append(one.end)
+    return _merged(
+        (name, depth, min(end, step.end) - max(start, step.start))
+        for frames in trace.frames.values()
+        for name, depth, start, end in nested(one for one in frames if one.start < step.end and one.end > step.start)
+    )
 
 
 def _merged(calls: Iterable[tuple[str, int, int]]) -> list[Flame]:

@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter
@@ -342,6 +342,20 @@ def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals])
     return calls.by_function(WORTH_NAMING * sum(map(length, between.values())))
 
 
+def nested(frames: Iterable[Frame]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield one thread's Python functions, callers first: name, depth, start, and end, at the latest the caller's."""
+    ends, names = [], {}
+    for one in sorted(sorted(frames, key=_end, reverse=True), key=_start):
+        while ends and ends[-1] <= one.start:
+            ends.pop()
+        name = one.name
+        if name not in names:
+            names[name] = name.partition(" at 0x")[0]
+        end = min(one.end, ends[-1]) if ends else one.end
+        yield names[name], len(ends), one.start, end
+        ends.append(end)
+
+
 class _Calls:
     """Python functions by the calls that lead to them, with the time (ns) in which each is the innermost one."""
 
@@ -353,35 +367,19 @@ class _Calls:
         """Add the time that each frame has in some intervals of a thread."""
         if not stretches:
             return
-        inside = Lengths(stretches)
+        inside, path = Lengths(stretches), [0]
         # Most frames reach into no interval, and so have no time.
         starts, ends = [*(start for start, _ in stretches), math.inf], [end for _, end in stretches]
         places = map(bisect.bisect_right, repeat(ends), map(_start, frames))
-        near = [one for one, place in zip(frames, places, strict=True) if starts[place] < one.end]
-        near.sort(key=_end, reverse=True)
-        near.sort(key=_start)
-        own, names = self.own, {}
-        open_now: list[tuple[int, int]] = []  # the end of each open call, and the call
-        at, before = stretches[0][0], 0  # before: the part of the intervals before `at`
-        for one in (*near, None):
-            start = math.inf if one is None else one.start
-            while open_now and open_now[-1][0] <= start:
-                end, call = open_now.pop()
-                if end > at:
-                    until = inside.until(end)
-                    own[call] += until - before
-                    at, before = end, until
-            if one is None:
-                break
-            above = open_now[-1][1] if open_now else 0
-            if start > at:
-                until = inside.until(start)
-                own[above] += until - before
-                at, before = start, until
-            name = one.name
-            if name not in names:
-                names[name] = name.partition(" at 0x")[0]
-            open_now.append((one.end, self._called(above, names[name])))
+        self.own[0] += length(stretches)
+        for name, depth, start, end in nested(
+            one for one, place in zip(frames, places, strict=True) if starts[place] < one.end
+        ):
+            del path[depth + 1 :]
+            path.append(self._called(path[-1], name))
+            us = inside.between(start, end)
+            self.own[path[-1]] += us
+            self.own[path[-2]] -= us
 
     def _called(self, above: int, name: str) -> int:
         call = self.children.get((above, name))
