@@ -892,13 +892,15 @@ def test_the_details_of_a_slice_are_in_the_window(chromium, pages):
 
 
 def test_paper_has_no_controls_and_cuts_nothing_off(chromium, pages):
+    """A browser announces a print while the page has the width of the screen."""
     browser = shown(chromium, pages(SHAPES))
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script("return document.getElementById('canvas').width / devicePixelRatio") == 720
     chromium.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 720, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
     )
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:
-        browser.execute_script("dispatchEvent(new Event('beforeprint'))")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 720
         controls = (
             "return [...document.querySelectorAll('button:not(.plain, .sort, .flame *), input, select')]"

@@ -1,6 +1,6 @@
 // The timeline: zoom and pan, selection, search, and jumps to steps.
 
-const TALLEST = 640, TALLEST_ON_PAPER = 900, LEAST_NS = 40;
+const TALLEST = 640, TALLEST_ON_PAPER = 900, WIDE_ON_PAPER = 720, LEAST_NS = 40;
 const KEYS = "W and S zoom, A and D pan, Shift and a drag sum up a range, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
 
 class Timeline {
@@ -69,9 +69,10 @@ class Timeline {
     this.steps.addEventListener("change", () => this.goTo(this.steps.value === "" ? null : Number(this.steps.value)));
   }
 
-  // Paper does not scroll, so in print the timeline is as high as its tracks, up to a page.
+  // Paper does not scroll, so in print the timeline is as high as its tracks, up to a page. The page still has the
+  // screen's width when this is drawn.
   fit() {
-    const width = this.frame.clientWidth;
+    const width = this.onPaper ? WIDE_ON_PAPER : this.frame.clientWidth;
     if (!width) return;
     this.fittedTo = width;
     const most = this.onPaper ? TALLEST_ON_PAPER : Math.min(TALLEST, innerHeight * 0.8);
