@@ -33,7 +33,7 @@ function runsOverview(data) {
   const plain = value => value === null || value === undefined ? NONE : whole(value);
   const rows = [
     ["step", "step", time], ["step, share of run 1's", "of_first", value => value === null ? NONE : share(value)], ["CPU per step", "cpu", time],
-    ["GPU busy per step", "gpu", time], ["GPU busy, share", "gpu busy", value => share(value)], ["launches", "launches", plain],
+    ["GPU busy per step", "gpu", time], ["GPU busy, of the time", "gpu busy", value => share(value)], ["launches", "launches", plain],
     ["kernels", "kernels", plain], ["copies", "memcpys", plain], ["memsets", "memsets", plain], ["peak memory", "memory", bytes],
     ["tokens/s", "tokens_s", value => value === null ? NONE : digits(value, 0)], ["limited by", "regime", value => value],
   ].filter(([, key]) => runs.some(run => run[key] !== null && run[key] !== undefined));

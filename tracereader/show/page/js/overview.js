@@ -23,7 +23,7 @@ function overview(data) {
       head.unprofiled_us !== null && figure("without the profiler", time(head.unprofiled_us), "unprofiled_us", head.unprofiled_us),
       head.gpu && figure("GPU busy per step", time(head.gpu_us), "gpu_us", head.gpu_us),
       figure("CPU per step", time(head.cpu_us), "cpu_us", head.cpu_us),
-      head.busy_share !== null && figure("GPU busy, share", share(head.busy_share), "busy_share", head.busy_share)),
+      head.busy_share !== null && figure("GPU busy, of the time", share(head.busy_share), "busy_share", head.busy_share)),
     parts.parts.length > 0 && el("div", {class: "wide"},
       partsBar(coloredParts(parts.parts), sumOf(parts.parts), "a step's time on the GPU"), legend(coloredParts(parts.parts), sumOf(parts.parts))),
     el("div", {class: "wide"}, [["Note", head.notes], ["Warning", head.warnings]].map(([word, said]) =>

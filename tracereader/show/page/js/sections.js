@@ -18,7 +18,7 @@ function timeSection(data) {
       id: "families", rows: colored.map(one => ({...one, key: one.family})), sort: "us", columns: [
         {key: "name", title: "family", name: true, node: row => [swatch(row.color), row.name]},
         {key: "us", title: unit.name, number: true, text: row => inUnit(row.us, unit)},
-        {key: "share", title: "share", number: true, text: row => share(row.share, 1), bar: row => row.share},
+        {key: "share", title: "of GPU time", number: true, text: row => share(row.share, 1), bar: row => row.share},
         {key: "pieces", title: "activities", number: true, text: row => whole(row.pieces)},
       ]}).node,
     el("p", {class: "told"}, data.head.gpu ? `Over ${time(wholeUs)}, the window from the first step to the end of the last${several ? "; the time of the busiest GPU" : ""}.` : null),
@@ -77,7 +77,7 @@ function kernelsSection(data, pick, isPicked) {
       {key: "count", title: "count", number: true, text: row => whole(row.count)},
       {key: "total_us", title: `total ${total.name}`, number: true, text: row => inUnit(row.total_us, total)},
       {key: "median_us", title: `median ${each.name}`, number: true, text: row => inUnit(row.median_us, each)},
-      {key: "share", title: "share", number: true, text: row => share(row.share, 1), bar: row => row.share / most},
+      {key: "share", title: "of GPU time", number: true, text: row => share(row.share, 1), bar: row => row.share / most},
       {key: "tflops", title: "TFLOP/s", number: true, text: row => rate(row.tflops, "").trim()},
       {key: "gb_s", title: "GB/s", number: true, text: row => rate(row.gb_s, "").trim()},
       {key: "of_roof", title: "of peak", number: true, text: row => row.of_roof === null ? NONE
