@@ -191,3 +191,14 @@ def test_the_page_draws_the_lanes_apart_from_threads_and_streams(tmp_path):
     assert sorted(drawn) == sorted(
         (one["name"], "inside_wait" if one["name"].startswith("wait: ") else "inside") for one in slices
     )
+
+
+def test_a_step_of_one_kernel_with_a_block_on_each_multiprocessor_is_named(capsys):
+    document = document_of(PERSISTENT)
+    (properties,) = document["deviceProperties"]
+    kernels = [one for one in document["traceEvents"] if one.get("cat") == "kernel"]
+    assert {(one["name"], *one["args"]["grid"]) for one in kernels} == {("decode_step", properties["numSms"], 1, 1)}
+    sentence = "all of its work is one persistent kernel: decode_step, with 132 blocks on 132 multiprocessors"
+    assert sentence in " ".join(shown(capsys, PERSISTENT).split())
+    one_known_kernel = H200 / "01_matmul_add/4096_bf16_warm_eager_addmm.json.gz"
+    assert "persistent" not in shown(capsys, one_known_kernel)

@@ -1,5 +1,6 @@
 """Findings about steps: their regime, outliers, and the profiler's own overhead."""
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from tracereader.findings import finding as words
 from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, finding, in_one_unit, part_of
 from tracereader.trace import STEP
 from tracereader.trace.backends import shows_use
-from tracereader.trace.kernel_names import cut
+from tracereader.trace.kernel_names import cut, short
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 from tracereader.trace.marks import DECODES
 from tracereader.trace.waits import MAY_WAIT, may_wait
@@ -131,7 +132,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
             f"{words.ROOFS[found][0]}"
         )
         return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof, which) + _untraced(summary)
-    busy_in = _largest_family(gpu, summary.gpu_work)
+    busy_in = _persistent(summary) or _largest_family(gpu, summary.gpu_work)
     return word, after + of_the_gpu(found, gpu, summary.steady_us, busy_in, which) + _untraced(summary)
 
 
@@ -394,6 +395,14 @@ def bound_by(summary: Summary) -> str:
     if found == "cpu-only":
         found = None if summary.source.devices else _on_cpu(summary)[0]
     return BOUND_BY[found]
+
+
+def _persistent(summary: Summary) -> str:
+    """Return a clause on a step that is one kernel with a block on each multiprocessor; "" for another step."""
+    sms, work = summary.source.sms, summary.gpu_work
+    if len(work) != 1 or not sms or work[0].family != "unknown" or not work[0].grid or math.prod(work[0].grid) != sms:
+        return ""
+    return f"all of its work is one persistent kernel: {short(work[0].name)}, with {sms} blocks on {sms} multiprocessors"
 
 
 def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
