@@ -660,6 +660,28 @@ def not_changed():
     return compiled([], True)
 
 
+def compiled_without_checkpoint():
+    targets = []
+
+    def kept(model=None, **kwargs):
+        def backend(graph, inputs):
+            targets.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        return compile_(model, backend=backend)
+
+    torch.compile = kept
+    made = changes.install(torch, ["compile", "no_checkpoint"])
+    from torch.utils.checkpoint import checkpoint
+
+    class Part(nn.Linear):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    steps(made, Part(2, 2), torch.ones(1, 2))
+    return len(targets) > 1, [one for one in targets if "checkpoint" in one], made.applied
+
+
 def ddp():
     keys = ["ddp_bucket", "ddp_static_graph", "ddp_no_buffers", "ddp_bucket_view"]
     made = changes.install(torch, keys)
@@ -739,6 +761,7 @@ CHANGED = {
     "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
     "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],
     "not_changed": [1, {}, [None], {}, "torch.float32"],
+    "compiled_without_checkpoint": [True, [], {"compile": 1, "no_checkpoint": 1}],
     "ddp": [100, True, False, True],
     "frozen": True,
     "seeded": True,

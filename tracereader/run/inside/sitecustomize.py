@@ -93,7 +93,8 @@ def _leave():
     import io
 
     kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
-    for file in [each for each in gc.get_objects() if isinstance(each, kinds)]:
+    # isinstance() would ask an object for its class, which a weak reference to a deleted one cannot say.
+    for file in [each for each in gc.get_objects() if issubclass(type(each), kinds)]:
         with contextlib.suppress(OSError, ValueError):
             file.flush()  # a file that is still open would be written now
     os._exit(0)
