@@ -368,6 +368,10 @@ def test_losses_are_compared_step_by_step():
     assert savings.losses_differ(usual, [2.0, 1.000006, 0.5]).text == "within 6e-06"
     assert savings.losses_differ(usual, [2.0, 1.01, 0.5]).text == "off by 1.0%"
     assert savings.losses_differ(usual, [2.0, math.nan, 0.5]).kind == "off"
+    growing = [2.0, 1.00001, 0.50002, 0.4, 0.5]
+    assert savings.losses_differ([[2.0, 1.0, 0.5, 0.4, 0.3]], growing).text == "not comparable"
+    assert savings.losses_differ([[2.0, 1.0, 0.5, 0.4, 0.3]], growing, same_types=False).text == "off by 40.0%"
+    assert savings.losses_differ([[2.0, 1.0, 0.5, 0.4, 0.3]], [2.0, 1.001, *growing[2:]]).text == "off by 40.0%"
     assert savings.losses_differ(usual, [2.0, 1.015, 0.5], is_half=True).text == "within 1.5%"
     assert savings.losses_differ(usual, [2.0, 1.03, 0.5], is_half=True).text == "off by 2.9%"
     assert savings.losses_differ([[2.0], [3.0]], [2.0]).text == "not comparable"

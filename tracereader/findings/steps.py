@@ -402,7 +402,9 @@ def _persistent(summary: Summary) -> str:
     sms, work = summary.source.sms, summary.gpu_work
     if len(work) != 1 or not sms or work[0].family != "unknown" or not work[0].grid or math.prod(work[0].grid) != sms:
         return ""
-    return f"all of its work is one persistent kernel: {short(work[0].name)}, with {sms} blocks on {sms} multiprocessors"
+    return (
+        f"all of its work is one persistent kernel: {short(work[0].name)}, with {sms} blocks on {sms} multiprocessors"
+    )
 
 
 def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:

@@ -136,7 +136,9 @@ class Session:
         if not as_it_is[0].losses:
             return outputs_differ([one.outputs for one in as_it_is], run.outputs, self.seen.is_half)
         why = next((one.other_numbers for key in keys if (one := self.by_key[key]).other_numbers), "")
-        return losses_differ([one.losses for one in as_it_is], run.losses, why, self.seen.is_half)
+        return losses_differ(
+            [one.losses for one in as_it_is], run.losses, why, self.seen.is_half, same_types="bf16" not in keys
+        )
 
     def is_equal(self, keys: tuple[str, ...]) -> bool:
         """Return whether nothing says that these changes, or one of them by itself, give other results."""
