@@ -1,15 +1,15 @@
 """Run read-trace and its peers on the base traces of benchmarks/pairs, and write results.json and README.md.
 
     python benchmarks/peers/remake.py [--programs A,B] [--limit 120] [--environments FOLDER]
-    python benchmarks/peers/remake.py --page
+    python benchmarks/peers/remake.py --reader | --page
 
 It needs what reading a trace needs, and pip. Each peer gets an environment of its own (together 1.1 GB) in a temporary
 folder, or in FOLDER, where a later run finds it. Each trace is read by a process of its own, which is ended after
---limit seconds. --page only writes README.md from the committed results.json.
+--limit seconds. --reader asks read-trace alone, after a change of its rules, and keeps the committed results of the
+peers and all costs, which other machines would change. --page only writes README.md from the committed results.json.
 """
 
 import argparse
-import datetime
 import gzip
 import json
 import os
@@ -113,7 +113,9 @@ def ask(tool: str, trace: Path, environments: Path, limit_s: float) -> dict:
         if run["status"] == 0:
             said = READ[tool](printed)
         else:
-            run["message"] = _last_line((folder / "stderr").read_text())
+            why = _last_line((folder / "stderr").read_text(errors="replace"))
+            late = f"no answer in {limit_s:.0f} s"
+            run["message"] = late if run["status"] == "timeout" else why or f"exit status {run['status']}"
         return run | said
 
 
@@ -204,9 +206,9 @@ def remade(programs: Sequence[str], limit_s: float, environments: Path) -> dict:
             else ask(tool, trace, environments, limit_s)
             for tool in tools
         }
-        print(f"{program}: {', '.join(f'{tool} {one["status"]}' for tool, one in said[program].items())}", flush=True)
+        print(f"{program}:", ", ".join(f"{tool} {one['status']}" for tool, one in said[program].items()), flush=True)
     made = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": _machine(),
         "python": platform.python_version(),
         "limit_s": limit_s,
@@ -215,20 +217,33 @@ def remade(programs: Sequence[str], limit_s: float, environments: Path) -> dict:
     return {"made": made, "tools": tools, "other": other, "programs": said}
 
 
+def asked_again(data: dict, limit_s: float) -> dict:
+    """Return the committed data with what read-trace says now. The costs stay."""
+    for program, said in data["programs"].items():
+        now = ask("read-trace", judged.PAIRS / program / "base.json.gz", Path(), limit_s)
+        said["read-trace"] |= {key: now[key] for key in now if key not in ("wall_s", "cpu_s", "peak_mb")}
+    return data
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--programs", default="", help="names, separated by commas (default: all with a base trace)")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one trace (default 120)")
     parser.add_argument("--environments", type=Path, help="keep the peers' environments in this folder")
+    parser.add_argument("--reader", action="store_true", help="ask read-trace alone, and keep what the peers said")
     parser.add_argument("--page", action="store_true", help="only write README.md from results.json")
     flags = parser.parse_args(argv)
-    if not flags.page:
+    data = None
+    if flags.reader:
+        data = asked_again(judged.committed()[0], flags.limit)
+    elif not flags.page:
         known = sorted(path.parent.name for path in judged.PAIRS.glob("*/base.json.gz"))
         programs = [one for one in flags.programs.split(",") if one] or known
         if unknown := set(programs) - set(known):
             parser.error(f"no base trace of {', '.join(sorted(unknown))}")
         with tempfile.TemporaryDirectory(prefix="peers-") as temporary:
             data = remade(programs, flags.limit, (flags.environments or Path(temporary)).absolute())
+    if data:
         (HERE / "results.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     (HERE / "README.md").write_text(judged.page(*judged.committed()))
     return 0
