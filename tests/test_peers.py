@@ -58,6 +58,13 @@ def test_the_readers_advice_is_that_of_the_scoreboard(program, tmp_path):
             assert said[pair.rank - 1]["saves"] == pytest.approx(pair.promised, abs=1e-4)
 
 
+@pytest.mark.exhaustive
+def test_the_readers_stored_advice_is_what_it_says_now():
+    now = remake.asked_again(judged.committed()[0], 600)
+    different = [name for name in DATA["programs"] if now["programs"][name] != DATA["programs"][name]]
+    assert not different, "benchmarks/peers/remake.py --reader brings results.json up to date"
+
+
 def test_of_a_predicted_range_the_middle_is_kept():
     steps = {"step_us": 10.0, "step_us_after": 9.0, "unprofiled_step_us": None, "unprofiled_step_us_after": None}
     assert remake._saves(steps | {"estimated_savings": [0.2, 0.4]}) == pytest.approx(0.3)
