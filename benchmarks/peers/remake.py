@@ -3,10 +3,11 @@
     python benchmarks/peers/remake.py [--programs A,B] [--limit 120] [--environments FOLDER]
     python benchmarks/peers/remake.py --reader | --page
 
-It needs what reading a trace needs, and pip. Each peer gets an environment of its own (together 1.1 GB) in a temporary
-folder, or in FOLDER, where a later run finds it. Each trace is read by a process of its own, which is ended after
---limit seconds. --reader asks read-trace alone, after a change of its rules, and keeps the committed results of the
-peers and all costs, which other machines would change. --page only writes README.md from the committed results.json.
+It needs what reading a trace needs, which `uv run --no-default-groups python …` installs, and pip. Each peer gets an
+environment of its own (together 1.1 GB) in a temporary folder, or in FOLDER, where a later run finds it. Each trace is
+read by a process of its own, which is ended after --limit seconds. --reader asks read-trace alone, after a change of its
+rules, and keeps what the peers said and all costs, which another machine would change. --page only writes README.md from
+the committed results.json.
 """
 
 import argparse
