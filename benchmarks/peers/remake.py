@@ -5,9 +5,10 @@
 
 It needs what reading a trace needs, which `uv run --no-default-groups python …` installs, and pip. Each peer gets an
 environment of its own (together 1.1 GB) in a temporary folder, or in FOLDER, where a later run finds it. Each trace is
-read by a process of its own, which is ended after --limit seconds. --reader asks read-trace alone, after a change of its
-rules, and keeps what the peers said and all costs, which another machine would change. --page only writes README.md from
-the committed results.json.
+read by a process of its own, which is ended after --limit seconds.
+
+--reader asks read-trace alone, after a change of its rules, and keeps what the peers said and all costs, which another
+machine would change. --page only writes README.md from the committed results.json.
 """
 
 import argparse
