@@ -124,7 +124,7 @@ def fused_attention(case: Case) -> Proposal | None:
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward, math_calls = [], 0.0, 0, 0, []
-    by_layer, falls_back = False, False
+    by_layer, falls_back, strided = False, False, False
     for run in ([entry for entry in some if flex_call(case, entry[0]) is None] for some in runs):
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
@@ -141,6 +141,7 @@ def fused_attention(case: Case) -> Proposal | None:
             math_calls += [above for above in around if above.name == SDPA_MATH]
             by_layer |= any(_is_of_the_layer(op) for _, _, op in run if op is not None)
             falls_back |= any(SAFE_SOFTMAX in one.name for _, one, _ in run)
+            strided |= any(op.name in ADDS and _is_strided(op, 1) for _, _, op in run if op is not None)
     if not groups:
         return None
     backwards = " and their backward" if backward else ""
@@ -150,6 +151,7 @@ def fused_attention(case: Case) -> Proposal | None:
         f"the scores{_sizes_of_scores(case)} are written to memory and read again"
         + ("; scaled_dot_product_attention falls back to them" if math_calls or falls_back else ""),
         how_to_fuse(math_calls, falls_back)
+        + ", with .contiguous() on the mask: a fused backend needs a stride of 1 in its last dimension" * strided
         + ", or nn.MultiheadAttention with need_weights=False" * (by_layer and not falls_back),
         assumed=True,
     )
@@ -176,16 +178,16 @@ def how_to_fuse(math_calls: Sequence[Op], falls_back: bool = False) -> str:
     # torch/nn/attention and sdp_utils.cpp: the fused backends take (batch, heads, length, head size) only.
     if math_calls and all(op.inputs.dims and len(op.inputs.dims[0]) == 3 for op in math_calls):
         return "give it four dimensions (batch, heads, length, head size); its fused backends do not take three"
-    if math_calls and all(map(_is_strided, math_calls)):
+    if math_calls and all(any(_is_strided(op, place) for place in range(3)) for op in math_calls):
         return "call .contiguous() on q, k and v: its fused backends need a stride of 1 in the last dimension"
     if math_calls or falls_back:
         return "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
     return "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)"
 
 
-def _is_strided(attention: Op) -> bool:
-    """Return whether neighbors along the last dimension of q, k or v are not neighbors in memory, as in transposes."""
-    return any(attention.inputs.last_stride_at(place) not in (None, 1) for place in range(3))
+def _is_strided(op: Op, place: int) -> bool:
+    """Return whether neighbors along the last dimension of an input are not neighbors in memory, as in transposes."""
+    return op.inputs.last_stride_at(place) not in (None, 1)
 
 
 def _follows_compile_flex(before: Side, after: Side) -> bool:
@@ -321,8 +323,13 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
         op is not None and op.name == "aten::copy_" for _, _, op in run
     )
     if one.product is not None and peaks is not None:
-        us = 2 * min(item.product.flops for item, _ in products if item.product) / 1e6
-        return us / (prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
+        sizes = min([item.product for item, _ in products if item.product], key=lambda size: size.flops)
+        # Compiled code does not show in which type a call that falls back asks for attention.
+        is_fp32 = not in_two_bytes and not any(SAFE_SOFTMAX in one.name for _, one, _ in run)
+        wider = max(1.0, prices.FP32_HEAD / min(sizes.n, sizes.k)) if is_fp32 else 1.0
+        return (
+            2 * wider * sizes.flops / 1e6 / (prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
+        )
     # Without shapes or peaks: the fused kernel takes as long as the products, at the rate of its own type.
     us = sum(item.us for item, _ in products) / (forward + 2 * backward) * passes
     types = (one.name_says.get("types") or "").lower()

@@ -107,7 +107,7 @@ def each_priced(
     unprofiled = case.unprofiled
     found = []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
-    error = CPU_ERROR if case.is_limited_by_the_cpu else 0.0
+    error = CPU_ERROR if case.is_limited_by_the_cpu and not unprofiled else 0.0
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")

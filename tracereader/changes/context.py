@@ -17,7 +17,14 @@ from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.finding import WORTH_SHOWING
-from tracereader.findings.recording import cpu_shares, estimate_us, may_lengthen, recording_matters
+from tracereader.findings.recording import (
+    MOST_TIMES,
+    changes_the_regime,
+    cpu_shares,
+    estimate_us,
+    may_lengthen,
+    recording_matters,
+)
 from tracereader.replay import Graph, fused, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
@@ -126,14 +133,27 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def unprofiled(self) -> Unprofiled | None:
         """Return the step without the profiler; None if the run did not measure it.
 
-        Where the GPU's work limits that step, its time does not show how much CPU time it needs. That is the middle of
-        the estimate then, if it is less.
+        Where the GPU's work limits the recorded step, the measured time does not show how much CPU time it needs. That
+        is the middle of the estimate then, if it is less.
         """
         known = Unprofiled.of(self.graph, self.summary.unprofiled_step_us)
         if known is None or self.summary.waits_for not in ("compute", "memory", "gpu"):
             return known
         factor = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
         return Unprofiled(known.step_us, factor, known.step_us / step_us_at(self.graph, factor))
+
+    @cached_property
+    def _of_any_cpu_time(self) -> tuple[Unprofiled, ...]:
+        """Return the measured step with the least and the most CPU time that it may need, if it shows neither.
+
+        That is a step which the CPU limits only while it is recorded: with little CPU time it would take as long.
+        """
+        known = self.unprofiled if changes_the_regime(self.summary) else None
+        if known is None or known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ROUGHLY) * known.step_us:
+            return ()
+        least, most = cpu_shares(self.summary, self.graph.cpu_us)
+        most = min(most, known.step_us / self.graph.cpu_us)
+        return tuple(Unprofiled(known.step_us, share, known.scale) for share in (min(least, most), most))
 
     @property
     def is_limited_by_the_cpu(self) -> bool:
@@ -143,8 +163,12 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def estimates_after(self, graph: Graph) -> tuple[Unprofiled, ...]:
         """Return the ends of the estimate that matters to a change with this graph.
 
-        Besides `estimates`, it matters if the GPU limits the recorded step and the CPU the changed one.
+        Besides `estimates`, it matters if the GPU limits the recorded step and the CPU the changed one, or if the
+        measured step does not show how much CPU time it needs.
         """
+        if open_ends := self._of_any_cpu_time:
+            least, most = (step_us_at(graph, one.factor) for one in open_ends)
+            return open_ends if most - least > ROUGHLY * most else ()
         if self.estimates or not self._may_be_lengthened:
             return self.estimates
         on_cpu, on_gpu = graph.lanes_us

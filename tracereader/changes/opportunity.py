@@ -113,7 +113,6 @@ def priced(
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
     scale = before / graph.replayed_us
     after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
-    without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
     if after > before:
         estimates = ()  # such a change is not shown: see is_worth_showing()
     replayed = 1 / scale
@@ -123,6 +122,12 @@ def priced(
         else (f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time")
     )
     ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
+    without = None
+    if unprofiled and ends:  # a change that saves no CPU time saves nothing if the CPU needs the whole step
+        ends = [max(0.0, one) for one in ends]
+        without = unprofiled.step_us * (1 - sum(ends) / 2)
+    elif unprofiled:
+        without = _without_profiler(proposal, unprofiled, before - after)
     return Opportunity(
         change=name,
         title=proposal.title or title,
@@ -158,7 +163,7 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
-    most = max(0.0, one.replayed_savings[1]) if one.replayed_savings else one.share
+    most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
     return max(one.share, most) > least and one.saves_us >= 0
 

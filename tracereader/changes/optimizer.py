@@ -17,7 +17,7 @@ from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time, wi
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
-from tracereader.trace.op_names import FUSED
+from tracereader.trace.op_names import FILLS, FUSED
 
 # A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
 # 930 launches, and one group of them 150 to 190. From so many groups on, the advice names them.
@@ -137,7 +137,7 @@ def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
     """
     tensors = _parameters_with_gradients(step) or prices.PARAMETERS
     each = prices.FUSED_TENSOR if fused else prices.FOREACH_TENSOR
-    return (prices.CALL + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
+    return (prices.OPTIMIZER_STEP + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
 
 
 def _parameters_with_gradients(step: Step) -> int:
@@ -153,9 +153,7 @@ def _parameters_with_gradients(step: Step) -> int:
 
 def _follows_no_gradients(before: Side, after: Side) -> bool:
     """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
-    was, now = (
-        sum(one.asked_by in ("aten::fill_", "aten::zero_") for one in side.summary.gpu_work) for side in (before, after)
-    )
+    was, now = (sum(one.asked_by in FILLS for one in side.summary.gpu_work) for side in (before, after))
     return now <= LEFT * was and was >= MANY_ZEROED and same_heavy(before, after) and by_calls(before, after)
 
 

@@ -22,7 +22,7 @@ from tracereader.trace import Op
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.labels import OPTIMIZER
-from tracereader.trace.op_names import FOREACH
+from tracereader.trace.op_names import FILLS, FOREACH
 
 # bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
 # and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
@@ -126,13 +126,14 @@ def _in_two_bytes(case: Case) -> Proposal | None:
         return None
     products, found, also = case.in_all_steps(times), len(times), ""
     if narrow < len(times):
-        # What follows a product computes with its two bytes. Autocast keeps normalizations and losses in fp32.
+        # What follows a product computes with its two bytes. Autocast keeps normalizations and losses in fp32, and
+        # weights with their gradients, which backward fills with zeros if only some rows are used.
         updates = case.launched_in(OPTIMIZER)
         following = {
             work: one.us
             for work, one, op in case.activities
             if one.family in ("pointwise", "copy") and one.kind == "kernel" and id(work) not in updates
-            and op is not None and type_of(op) == "fp32" and not op.name.startswith(FOREACH)
+            and op is not None and type_of(op) == "fp32" and not op.name.startswith((*FOREACH, *FILLS))
         }  # fmt: skip
         times |= {work: max(us / 2, min(us, prices.LEAST_KERNEL_US)) for work, us in following.items()}
         also = f"; other kernels move half of the bytes then: {duration(sum(following.values()))}" * bool(following)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from tracereader.trace.kernel_names import LOOKED_AT
+from tracereader.trace.op_names import FILLS
 from tracereader.trace.types import (
     BYTES_BY_CODE,
     Inputs,
@@ -79,7 +80,7 @@ def moved(name: str, recorded: Inputs, kernel: str) -> int | None:
         return sum(one.bytes for one in tensors)
     if name == "aten::copy_":
         return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # a broadcast source is read once
-    if name in ("aten::fill_", "aten::zero_"):
+    if name in FILLS:
         return inputs[0].bytes if inputs[0] else None
     concrete = recorded.concrete
     for names, find in (

@@ -1,0 +1,151 @@
+"""Promises that came to nothing: what the rules say of such programs now, from raw events of benchmarks/pairs.
+
+Without the profiler the steps took, before and after the change: character_model 29.2 and 29.1 ms (TF32), 25.2 ms
+(fused attention), 25.2 ms (compiled); pair_representation 3.46 and 4.11 ms (fused attention), 2.71 ms (TF32).
+"""
+
+import json
+from statistics import median
+
+import pytest
+from conftest import ROOT
+from raw_events import end, raw_steps
+from test_opportunities import raw_events
+
+from tracereader.changes import attention, copies, precision, prices
+from tracereader.changes.catalogue import opportunities
+from tracereader.changes.context import Case
+from tracereader.figures import summarize
+from tracereader.figures.hardware import common_peaks
+from tracereader.replay import graph_of, step_us_at
+from tracereader.trace import read
+
+PAIRS = ROOT / "benchmarks/pairs"
+CHANGES = ROOT / "traces/reference/nvidia-h200/changes"
+RESULTS = json.loads((PAIRS / "results.json").read_text())
+
+
+def base(program):
+    return PAIRS / program / "base.json.gz"
+
+
+def case_of(file):
+    trace = read(file)
+    summary = summarize(trace)
+    return Case(trace, summary, graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us))
+
+
+def measured_us(program, variant):
+    return sum(run["median_us"] for run in RESULTS[program][variant]["runs"]) / len(RESULTS[program][variant]["runs"])
+
+
+@pytest.mark.parametrize(("program", "variant", "change"), [
+    ("character_model", "tf32", "tensor_cores"), ("character_model", "sdpa", "fused_attention"),
+    ("character_model", "compile", "fuse_pointwise"), ("pair_representation", "tf32", "tensor_cores"),
+])  # fmt: skip
+def test_a_measured_step_that_the_gpu_limits_does_not_show_how_much_cpu_time_it_needs(program, variant, change):
+    case = case_of(base(program))
+    step = case.summary.unprofiled_step_us
+    assert case.summary.waits_for == "overhead" and case.summary.gpu_us > 0.9 * step
+    one = next(one for one in opportunities(case.trace, case.summary) if one.change == change)
+    low, high = one.estimated_savings
+    assert low <= 1 - measured_us(program, variant) / measured_us(program, "base") <= high
+    assert one.unprofiled_step_us_after == pytest.approx(step * (1 - sum(one.replayed_savings) / 2))
+
+
+def test_faster_products_save_nothing_if_the_cpu_needs_the_whole_step():
+    case = case_of(base("character_model"))
+    least, most = case.estimates_after(precision.tensor_cores(case).graph)
+    assert most.factor * case.graph.cpu_us == pytest.approx(case.summary.unprofiled_step_us)
+    assert step_us_at(precision.tensor_cores(case).graph, most.factor) > case.summary.unprofiled_step_us
+    tf32 = next(one for one in opportunities(case.trace, case.summary) if one.change == "tensor_cores")
+    assert tf32.estimated_savings[0] == 0 < least.factor < most.factor
+
+
+@pytest.mark.parametrize("program", ["contrastive_views", "diffusion_transformer", "wasserstein_gan"])
+def test_a_step_that_waits_for_launches_shows_how_much_cpu_time_it_needs(program):
+    case = case_of(base(program))
+    assert case.summary.gpu_us < 0.66 * case.summary.unprofiled_step_us
+    assert all(one.estimated_savings is None for one in opportunities(case.trace, case.summary))
+
+
+@pytest.mark.parametrize("program", ["click_prediction", "detection_loss", "item_embeddings"])
+def test_gradients_that_backward_fills_with_zeros_stay_in_float32(program):
+    case = case_of(base(program))
+    after = precision._in_two_bytes(case).graph.dur
+    fills = [(work, op) for work, _, op in case.activities if op is not None and op.name == "aten::fill_"]
+    in_backward = [work for work, op in fills if any("autograd::engine" in above.name for above in op.above())]
+    assert sum(work.us for work in in_backward) > 30
+    for work, _ in fills:
+        node = case.graph.activity[id(work)]
+        assert after[node] == case.graph.dur[node]
+
+
+FP32_ATTENTION = [
+    (base("series_forecast"), 16), (base("image_tagging"), 64), (base("review_classifier"), 64),
+    (base("diffusion_transformer"), 64), (CHANGES / "encoder/fp32.json.gz", 64),
+    (CHANGES / "encoder/tf32.json.gz", 64), (CHANGES / "attention32/sdpa.json.gz", 64),
+]  # fmt: skip
+
+
+def test_attention_in_float32_takes_as_long_for_narrow_heads():
+    """Input Dims are (batch, length, heads, head size). All of these recordings have as many queries as keys."""
+    rates = {}
+    for file, head in FP32_ATTENTION:
+        events = raw_events(file)
+        calls = [e for e in events if e["name"] == "aten::_efficient_attention_forward"]
+        (dims,) = {tuple(e["args"]["Input Dims"][0]) for e in calls}
+        assert dims[3] == head
+        us = median(e["dur"] for e in events if e["name"].startswith("fmha_cutlassF_f32") and e.get("cat") == "kernel")
+        rates[file] = dims[0] * dims[2] * dims[1] ** 2 / us / 1e3
+    assert 64 < min(rates.values()) < max(rates.values()) < 130
+    assert min(rates, key=rates.get) == FP32_ATTENTION[0][0]
+
+
+def test_fused_attention_in_float32_is_priced_for_64_values_a_head():
+    case = case_of(base("pair_representation"))
+    proposal = attention.fused_attention(case)
+    peaks = common_peaks(case.trace.devices)
+    scores = 192 * 4 * 192 * 192  # rows x heads x queries x keys, four times in a step
+    us = 4 * scores * prices.FP32_HEAD / (prices.ATTENTION * peaks.fp32) / 1e6
+    assert "192 x 192" in proposal.evidence
+    assert us in [pytest.approx(ns / 1e3, rel=1e-3) for ns in proposal.graph.dur]
+
+
+def test_a_bias_that_is_not_contiguous_keeps_fused_attention_out():
+    events = raw_events(base("pair_representation"))
+    added = [e for e in events if e["name"] == "aten::add" and e["args"]["Input Dims"][0] == [192, 4, 192, 192]]
+    assert added and all(e["args"]["Input Strides"][1][-1] == 4 for e in added)
+    assert ".contiguous() on the mask" in attention.fused_attention(case_of(base("pair_representation"))).how
+    assert "contiguous" not in attention.fused_attention(case_of(base("character_model"))).how
+
+
+@pytest.mark.parametrize("file", [base("checkpointed_llama"), CHANGES / "gpt2/recompute.json.gz"])
+def test_the_checkpoints_hooks_in_backward_go_with_the_recomputed_ops(file):
+    """The hooks run in Python, before the first op of a node that asks for a recomputed tensor."""
+    case = case_of(file)
+    marks = raw_steps(raw_events(file))
+    calls = [e for e in raw_events(file) if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")]
+    for step, mark in zip(case.trace.steps, marks, strict=True):
+        waits = []
+        inside = [e for e in calls if mark["ts"] <= e["ts"] < end(mark)]
+        for tid in {e["tid"] for e in inside}:
+            of_thread = sorted((e for e in inside if e["tid"] == tid), key=lambda e: (e["ts"], -e["dur"]))
+            for node, inner, first in zip(of_thread, of_thread[1:], of_thread[2:], strict=False):
+                if node["name"].startswith("autograd::engine::evaluate_function") and first["ts"] < end(inner):
+                    waits.append(first["ts"] - node["ts"])
+        usual = sorted(waits)[len(waits) // 4]
+        spans = copies._unpacking(step)
+        assert sum(last - begin for _, begin, last in spans) / 1e3 == pytest.approx(
+            sum(max(0, wait - usual) for wait in waits), rel=0.01
+        )
+
+
+def test_checkpoints_without_hooks_have_nothing_to_unpack():
+    """Nodes that need nothing of a checkpoint start their first op after less than a launch."""
+    shares = []
+    for name in ("gpt2/recompute", "gpt2/sdpa"):
+        case = case_of(CHANGES / f"{name}.json.gz")
+        spans = copies._unpacking(case.replayed)
+        shares.append(sum(stop - start for _, start, stop in spans) / 1e3 / case.launch_us)
+    assert shares[0] > 4 * shares[1]
