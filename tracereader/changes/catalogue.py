@@ -1,6 +1,6 @@
 """All changes that a trace suggests, what each would save, and which of them another run makes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -34,6 +34,7 @@ from tracereader.changes.vetoes import is_vetoed
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.side import Side
+from tracereader.figures.users_code import function_around
 from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.faster import step_us
 from tracereader.findings.finding import duration, listed
@@ -122,7 +123,8 @@ def each_priced(
         estimates = case.estimates_after(proposal.graph)
         one = priced(change.name, change.title, proposal, unprofiled, estimates, error)
         if shortens or is_worth_showing(one):
-            one = msgspec.structs.replace(one, needs_other_ranks=shortens)
+            around = function_around(case.users_frames, _spans(case, proposal.graph)) if case.users_frames else None
+            one = msgspec.structs.replace(one, needs_other_ranks=shortens, function=around)
             shorter = _shorter(case, proposal.graph)
             said = {name: in_its_words(getattr(one, name), backend) for name in ("title", "evidence", "how")}
             found.append((msgspec.structs.replace(one, kernels=tuple(shorter), **said), sum(shorter.values()) / 1e3))
@@ -152,6 +154,23 @@ def _shorter(case: Case, after: Graph) -> dict[str, int]:
         if now[node] < before[node]:
             found[name] = found.get(name, 0) + before[node] - now[node]
     return found
+
+
+def _spans(case: Case, after: Graph) -> Iterator[tuple[tuple, int, int]]:
+    """Yield what a change makes shorter (track, start, end; ns): CPU time, and the launches of GPU work.
+
+    Work of backward counts for the op of forward that it belongs to, because backward's thread has no stacks.
+    """
+    for track, gone in after.gone.items():
+        yield from ((track, start, end) for start, end in gone)
+    for one in case.replayed.work:
+        node = case.graph.activity[id(one)]
+        if one.launch is not None and after.dur[node] < case.graph.dur[node]:
+            around = ((op.track, op.start) for op in (one.launch, *one.launch.above()))
+            track, start = next(
+                filter(None, map(case.trace.forward_of.get, around)), (one.launch.track, one.launch.start)
+            )
+            yield track, start, start + 1
 
 
 class Checked(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tracereader.figures.users_code import Function
 from tracereader.findings.finding import WORTH_SHOWING
 from tracereader.replay import Graph, cpu_factor, step_us_at
 from tracereader.replay.recorded import TOLERANCE
@@ -29,7 +30,8 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     shorter or removes; empty if only CPU work changes. replayed: the replayed step divided by the recorded one, if they
     differ so much that the saving is uncertain; otherwise None. needs_other_ranks: whether the change makes collectives
     shorter in the trace of one rank of many, which does not show what that saves; only its other savings are counted.
-    conditional: whether the trace does not show that the program can make the change.
+    conditional: whether the trace does not show that the program can make the change. function: the user's own function
+    around what changes, if the trace has stacks.
     """
 
     change: str
@@ -48,6 +50,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     replayed: float | None = None
     needs_other_ranks: bool = False
     conditional: bool = False
+    function: Function | None = None
 
     @property
     def knows_unprofiled(self) -> bool:

@@ -328,10 +328,12 @@ def _idle_between(
 WORTH_NAMING = 0.1
 
 
-def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals]) -> Counter:
+def python_in(
+    frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals], share: float = WORTH_NAMING
+) -> Counter:
     """Return the given time (ns) by Python function.
 
-    Each moment counts for the innermost function with a tenth of the time.
+    Each moment counts for the innermost function with this share of the time.
     between: intervals of each thread that do not overlap. A built-in function counts for its caller, whose file and
     line the trace has. Time outside all functions is left out.
     """
@@ -339,7 +341,7 @@ def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals])
     for track, stretches in between.items():
         if track in frames:
             calls.add(frames[track], union(stretches))
-    return calls.by_function(WORTH_NAMING * sum(map(length, between.values())))
+    return calls.by_function(share * sum(map(length, between.values())))
 
 
 def nested(frames: Iterable[Frame]) -> Iterator[tuple[str, int, int, int]]:

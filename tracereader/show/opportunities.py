@@ -14,6 +14,7 @@ SHOWN = 2
 # The number of changes whose reasons are in the report. With --all, every change has its reason.
 EXPLAINED = 4
 NOT_KNOWN = "not known from one rank"
+LONGEST_PLACE = 66  # with the words and the indentation around it
 
 
 def show(
@@ -86,7 +87,13 @@ def _saved(one: Opportunity, share: float) -> str:
 
 
 def _reason(one: Opportunity) -> str:
-    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}"
+    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}{_place(one)}"
+
+
+def _place(one: Opportunity) -> str:
+    """Return the user's function around what changes, if the trace has stacks and a line of 80 columns has room."""
+    where = f"in {one.function.file}:{one.function.line}, {one.function.name}" if one.function else ""
+    return f". This is {where}" if 0 < len(where) <= LONGEST_PLACE else ""
 
 
 def _while_recorded(one: Opportunity) -> str:

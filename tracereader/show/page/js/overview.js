@@ -71,13 +71,14 @@ function opportunities(data, pick) {
             el("span", {width: `${100 * least}%`}), el("span", {class: "maybe", width: `${100 * (most - least)}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
-          !one.is_unknown && one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
+          !one.is_unknown && !unprofiled && one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
             + (time(one.step_us) === time(one.step_us_after) ? "The replay of the recorded step does not become shorter."
               : `The times are those of the recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`)),
           !one.is_unknown && unprofiled && el("p", {}, "This is the step without the profiler. "
             + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
           el("p", {}, sentence(one.evidence)),
-          el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
+          el("p", {class: "how"}, el("b", {}, "Try: "), one.try,
+            one.function && ` (in ${one.function.file}:${one.function.line}, ${one.function.name})`),
           shows && el("button", {type: "button", class: "plain", onclick: () => pick(one)},
             one.kernels.length ? `show its kernels in the timeline (${counted(one.kernels.length, "name")})` : "show the step in the timeline")));
     })),
