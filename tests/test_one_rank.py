@@ -4,8 +4,9 @@ import itertools
 import json
 
 import pytest
-from raw_events import event
+from raw_events import event, raw_steps, raw_work
 from references import ROOT, proposals
+from test_opportunities import raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -95,6 +96,47 @@ def test_the_first_lines_have_the_exposed_share_the_bandwidth_and_what_is_missin
     # The mean of the steps from the first kernel of one to that of the next: 90 ms of 100.3.
     assert "90% of the busy time is exposed communication" in first and "read-trace FOLDER/ shows it" in first
     assert "rank 0 of 16" in first
+
+
+@pytest.mark.parametrize(("file", "says"), [
+    ("tests/traces/h200-x4/mesh_slow/rank1.json.gz", "so NVLink (450 in each direction) connects them, and this rank"),
+    ("tests/traces/h200-x2/accumulated_ddp_once/rank0.json.gz", "it does not use NVLink, or it waits for peers"),
+    ("tests/traces/ranks/fsdp_rank1.json.gz", "and this rank waits for peers in slower ones"),
+])  # fmt: skip
+def test_the_fastest_large_collective_shows_whether_nvlink_connects_the_ranks(file, says):
+    """NCCL copied through the host's memory in the second of these jobs of one host."""
+    summary, best = summarize(read(ROOT / file)), 0.0
+    events = raw_events(ROOT / file)
+    kinds = {"allreduce": 2, "_allgather_base": 1, "_reduce_scatter_base": 1}
+    marks = raw_steps(events)
+    for mark in marks:
+        for one in raw_work(events, mark):
+            said = one["args"]
+            if "nccl" not in one["name"] or said.get("Collective name") not in kinds:
+                continue
+            sent = max(said["In msg nelems"], said["Out msg nelems"]) * BYTES[said["dtype"]]
+            factor = kinds[said["Collective name"]] * (said["Group size"] - 1) / said["Group size"]
+            best = max(best, sent / one["dur"] / 1e3 * factor if sent >= 2e6 else 0.0)
+    found = summary.communication
+    assert (found.nvlink_gb_s, found.pcie_gb_s) == (450, 64)
+    assert (best > 64) == ("connects" in says or "slower ones" in says)
+    (told,) = (one for one in communication.in_words(summary) if "At the fastest" in one)
+    assert f"At the fastest it is {best:.0f} GB/s" in told and says in told
+
+
+def test_a_job_of_several_hosts_is_compared_with_a_network_too(tmp_path):
+    path = of_one_rank(tmp_path)
+    document = json.loads(path.read_text())
+    assert not any("At the fastest" in one for one in communication.in_words(summarize(read(path)))), "unknown device"
+    path.write_text(json.dumps(document | {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}))
+    (told,) = (one for one in communication.in_words(summarize(read(path))) if "At the fastest" in one)
+    assert "NVLink has 450, PCIe 64, a network of 400 Gb/s 50: it does not use NVLink, or it waits for peers" in told
+
+
+def test_small_collectives_say_nothing_of_the_link(tmp_path):
+    path = of_one_rank(tmp_path, collectives=[("allreduce", 2_000, 2_000, 16)], us=20_000)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}))
+    assert not any("At the fastest" in one for one in communication.in_words(summarize(read(path))))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from tracereader.figures.gpu_time import GpuTime, Parts, busiest
+from tracereader.figures.hardware import common_peaks
 from tracereader.figures.rank import Calls, cpu_parts, described_on_cpu, described_on_gpu
 from tracereader.figures.ranks import BUS_FACTOR
 from tracereader.trace import Rank, Step, Trace
@@ -26,7 +27,8 @@ class Collectives(msgspec.Struct, frozen=True):
     size: its number of ranks, None if it is not recorded. bytes: of one call as NCCL counts it, or the sum of those
     that one kernel runs. per_step: the mean number in a step. us: the median time of one, with the wait for its peers.
     exposed_us: the mean time in a step beside which nothing computes. bus_gb_s: by NCCL's definition, with the whole
-    time, so the network is at least so fast; None if size, bytes or the kind's factor is not known.
+    time, so the network is at least so fast; None if size, bytes or the kind's factor is not known. best_gb_s: the same
+    of the shortest one.
     """
 
     kind: str
@@ -37,13 +39,15 @@ class Collectives(msgspec.Struct, frozen=True):
     us: float
     exposed_us: float
     bus_gb_s: float | None
+    best_gb_s: float | None
 
 
 class Communication(msgspec.Struct, frozen=True):
     """The communication of one rank: its mean times in a step (µs), and its collectives, the longest in all first.
 
     ranks: the ranks of the job or of the largest recorded group; None if neither is recorded. is_one_of_many: whether
-    the trace lacks ranks of the job. share, exposed_share: of the step's time.
+    the trace lacks ranks of the job. share, exposed_share: of the step's time. nvlink_gb_s and pcie_gb_s: the GPU's
+    links in each direction by its data sheet; None without such a link, or if it is not known.
     """
 
     ranks: int | None
@@ -54,6 +58,8 @@ class Communication(msgspec.Struct, frozen=True):
     share: float
     exposed_share: float
     collectives: tuple[Collectives, ...]
+    nvlink_gb_s: float | None
+    pcie_gb_s: float | None
 
 
 class _Done(NamedTuple):
@@ -94,6 +100,7 @@ def communication(
     alike: dict[tuple, list[_Done]] = defaultdict(list)
     for one in done:
         alike[one[2:]].append(one)
+    peaks = None if on_cpu else common_peaks(trace.devices)
     found = [_collectives(some, exposed, len(steps)) for some in alike.values()]
     return Communication(
         ranks=ranks,
@@ -104,6 +111,8 @@ def communication(
         share=length(parts.communication) / 1e3 / whole,
         exposed_share=exposed_share,
         collectives=tuple(sorted(found, key=lambda one: -one.per_step * one.us)),
+        nvlink_gb_s=peaks and peaks.nvlink,
+        pcie_gb_s=peaks and peaks.pcie,
     )
 
 
@@ -131,9 +140,10 @@ def _on_cpu(steps: Sequence[Step], calls: Calls) -> Iterator[_Done]:
 
 
 def _collectives(some: Sequence[_Done], exposed: Lengths, steps: int) -> Collectives:
-    first, us = some[0], median(one.end - one.start for one in some) / 1e3
-    factor = BUS_FACTOR.get(first.kind)
-    known = factor and first.bytes and us and first.size is not None and first.size > 1
+    first, times = some[0], [(one.end - one.start) / 1e3 for one in some]
+    factor, us = BUS_FACTOR.get(first.kind), median(times)
+    known = factor and first.bytes and min(times) and first.size is not None and first.size > 1
+    sent = first.bytes / 1e3 * factor(first.size) if known else 0.0
     return Collectives(
         kind=first.kind,
         group=first.group,
@@ -142,5 +152,6 @@ def _collectives(some: Sequence[_Done], exposed: Lengths, steps: int) -> Collect
         per_step=len(some) / steps,
         us=us,
         exposed_us=sum(exposed.between(one.start, one.end) for one in some) / 1e3 / steps,
-        bus_gb_s=first.bytes / us / 1e3 * factor(first.size) if known else None,
+        bus_gb_s=sent / us if known else None,
+        best_gb_s=sent / min(times) if known else None,
     )

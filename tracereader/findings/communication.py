@@ -1,13 +1,18 @@
 """Sentences on the communication of the rank that wrote the trace."""
 
 from tracereader.figures import Summary
-from tracereader.figures.communication import Collectives
-from tracereader.findings.finding import WORTH_SHOWING, size
+from tracereader.figures.communication import Collectives, Communication
+from tracereader.findings.finding import WORTH_SHOWING, listed, size
 
 # Hidden communication is reported from this share of the step on.
 MUCH_HIDDEN = 0.05
 # From this exposed share of the step on, the first lines also have the bandwidth and what may be the reason.
 MUCH_EXPOSED = 0.15
+# Bytes. On NVLink of 450 GB/s, collectives from 2 MB on that did not wait reached 68 to 290 GB/s, and those of 8 kB at
+# most 1 (H200s). Through the host's memory they reached 25 to 28.
+LARGE = 2e6
+# Most hosts have no more GPUs than this.
+ON_A_HOST = 8
 # A busy share from which on the share of the busy time is that of the step.
 MOSTLY_BUSY = 0.95
 
@@ -39,7 +44,7 @@ def in_words(summary: Summary) -> list[str]:
     if rate := _rate(found.collectives):
         late = ", or more if other ranks are late: read-trace FOLDER/ shows it" * alone
         told.append(f"The network reaches {rate}{late}")
-        return told
+        return told + _beside_the_links(found)
     lacks = [
         what
         for what, field in (("sizes", "bytes"), ("groups", "size"))
@@ -51,6 +56,24 @@ def in_words(summary: Summary) -> list[str]:
         why = "The network is slow, or this rank waits for others"
         told.append(f"{why}: their traces show which (read-trace FOLDER/)")
     return told
+
+
+def _beside_the_links(found: Communication) -> list[str]:
+    """Return a sentence on the fastest large collective beside the GPU's links, if these are known.
+
+    One that is faster than PCIe needed NVLink, and the slower ones waited. Others do not show which it was.
+    """
+    best = max((one.best_gb_s for one in found.collectives if one.best_gb_s and one.bytes >= LARGE), default=None)
+    if best is None or found.pcie_gb_s is None:
+        return []
+    nvlink, alone = found.nvlink_gb_s, found.is_one_of_many
+    if nvlink and best > found.pcie_gb_s:
+        waits = ", and this rank waits for peers in slower ones" * alone
+        return [f"At the fastest it is {best:,.0f} GB/s, so NVLink ({nvlink:g} in each direction) connects them{waits}"]
+    links = [*[f"NVLink has {nvlink:g}"] * bool(nvlink), f"PCIe {'' if nvlink else 'has '}{found.pcie_gb_s:g}"]
+    links += ["a network of 400 Gb/s 50"] * ((found.ranks or 0) > ON_A_HOST)
+    reason = ("it does not use NVLink" if nvlink else "the link is slow") + ", or it waits for peers" * alone
+    return [f"At the fastest it is {best:,.0f} GB/s, where in each direction {listed(links)}: {reason}"]
 
 
 def _rate(collectives: tuple[Collectives, ...]) -> str:
