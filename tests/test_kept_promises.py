@@ -4,6 +4,7 @@ Without the profiler the steps took, before and after the change: character_mode
 (fused attention), 25.2 ms (compiled); pair_representation 3.46 and 4.11 ms (fused attention), 2.71 ms (TF32).
 """
 
+import gzip
 import json
 from statistics import median
 
@@ -12,7 +13,7 @@ from conftest import ROOT
 from raw_events import end, raw_steps
 from test_opportunities import raw_events
 
-from tracereader.changes import attention, copies, precision, prices
+from tracereader.changes import attention, copies, layout, precision, prices
 from tracereader.changes.catalogue import opportunities
 from tracereader.changes.context import Case
 from tracereader.figures import summarize
@@ -149,3 +150,21 @@ def test_checkpoints_without_hooks_have_nothing_to_unpack():
         spans = copies._unpacking(case.replayed)
         shares.append(sum(stop - start for _, start, stop in spans) / 1e3 / case.launch_us)
     assert shares[0] > 4 * shares[1]
+
+
+@pytest.mark.parametrize("softmax", ["aten::_softmax", "aten::sigmoid"])
+def test_tokens_are_not_padded_for_attention_that_is_to_be_fused(tmp_path, softmax):
+    """The edited products have 510 tokens, kernels for unaligned rows and a faster device, so padding them pays."""
+    document = json.loads(gzip.decompress((CHANGES / "gpt2/eager_attention.json.gz").read_bytes()))
+    for one in document["deviceProperties"]:
+        one["name"] = "NVIDIA B200"
+    for one in document["traceEvents"]:
+        one["name"] = one["name"].replace("nvjet", "gemm_align2").replace("aten::_softmax", softmax)
+        if "Input Dims" in one.get("args", {}):
+            one["args"]["Input Dims"] = json.loads(json.dumps(one["args"]["Input Dims"]).replace("512", "510"))
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps(document))
+    case = case_of(file)
+    fused, padded = attention.fused_attention(case), layout.align_shapes(case)
+    assert (fused is not None) == (softmax == "aten::_softmax")
+    assert ("510 to 512" in padded.title) == (fused is None) and "50,257 to 50,264" in padded.title

@@ -120,8 +120,7 @@ def fused_attention(case: Case) -> Proposal | None:
     """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
     if not case.summary.attention.unfused:
         return None
-    found = [one.scores for one in case.summary.attention.unfused if one.scores]
-    scores = {one.batch * one.queries * one.keys: one for one in found}
+    scores = scores_of(case)
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward, math_calls = [], 0.0, 0, 0, []
     by_layer, falls_back, strided = False, False, False
@@ -279,6 +278,12 @@ def _is_softmax(one: GpuWork, op: Op | None, backward: bool) -> bool:
     return "softmax" in fuses and "log_softmax" not in fuses and ("backward" in fuses) == backward
 
 
+def scores_of(case: Case) -> set[int]:
+    """Return the numbers of elements of the matrices of scores in attention that is not fused; needs shapes."""
+    found = (one.scores for one in case.summary.attention.unfused if one.scores)
+    return {one.batch * one.queries * one.keys for one in found}
+
+
 def _runs_on_scores(case: Case, scores: Container[int]) -> list[list[Entry]]:
     """Return runs of activities that read or write a whole matrix of scores, split at other heavy kernels.
 
@@ -287,7 +292,7 @@ def _runs_on_scores(case: Case, scores: Container[int]) -> list[list[Entry]]:
     runs: list[list[Entry]] = [[]]
     for entry in case.activities:
         _, one, op = entry
-        if _touched(one, op, scores):
+        if touches(one, op, scores):
             runs[-1].append(entry)
         elif one.family in HEAVY and runs[-1]:
             runs.append([])
@@ -339,7 +344,7 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     return us
 
 
-def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
+def touches(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
     """Return whether an activity reads or writes a whole matrix of scores."""
     if op is None:
         return False

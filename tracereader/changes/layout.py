@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tracereader.changes import prices
+from tracereader.changes.attention import scores_of, touches
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
@@ -28,7 +29,7 @@ from tracereader.findings.faster import share_in_common
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import with_durations, without_ops, without_work
 from tracereader.trace import Op
-from tracereader.trace.op_names import NEED_CONTIGUOUS
+from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
 
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
@@ -77,14 +78,19 @@ def _by_kernels_names(case: Case) -> Proposal | None:
 
 
 def _by_shapes(case: Case) -> Proposal | None:
-    """Return a proposal by recorded shapes. The number of rows of an activation needs no alignment."""
+    """Return a proposal by recorded shapes. The number of rows of an activation needs no alignment.
+
+    Products of scores are left out: padded tokens need a mask, and a fused attention kernel does not need them.
+    """
     if case.peaks is None:
         return None
+    scores = scores_of(case)
     products = [
         (work, one, op)
         for work, one, op in case.activities
         if one.family == "GEMM" and one.product and one.flops and op is not None
-    ]
+        and not (op.name in BATCHED and touches(one, op, scores))
+    ]  # fmt: skip
     rows = {one.product.m for _, one, op in products if one.product.batch == 1 and not in_backward(op)}
     aligned = {name for name in {one.name for _, one, _ in products} if ALIGNED.search(name)}
     times, spent, odd = {}, 0.0, {}
