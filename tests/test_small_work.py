@@ -137,8 +137,9 @@ def test_topk_is_not_proposed_where_the_launches_limit_the_step():
     assert "largest_first" not in priced_changes(base("top_p_filter"))
 
 
-@pytest.mark.parametrize(("program", "low", "high"), [("item_embeddings", 0.3, 0.66), ("word_vectors", 0.4, 0.7)])
+@pytest.mark.parametrize(("program", "low", "high"), [("item_embeddings", 0.3, 0.66), ("word_vectors", 0.1, 0.55)])
 def test_dense_gradients_of_large_tables_are_proposed_to_be_sparse(program, low, high):
+    """The GPU limits word_vectors' measured step, so its saving is a range, in which the measured 45% lie."""
     events, mark = typical(program)
     ops = in_step(events, mark, "cpu_op")
     gradients = Counter()
@@ -149,7 +150,9 @@ def test_dense_gradients_of_large_tables_are_proposed_to_be_sparse(program, low,
     share = gradients[True] / gradients.total()
     one = priced_changes(base(program))["sparse_gradients"]
     assert f"2 tables of embeddings are {share:.0%} of all gradients" in one.evidence
-    assert low <= one.share <= high
+    least, most = one.estimated_savings or (one.share, one.share)
+    assert low <= least <= most <= high
+    assert program == "item_embeddings" or least < 1 - 0.98 / 1.78 < most
 
 
 def test_a_table_whose_rows_are_mostly_used_keeps_its_dense_gradient(tmp_path):

@@ -108,7 +108,7 @@ def _unpacking(step: Step) -> list[tuple[tuple, int, int]]:
         for node in backward_nodes(step)
         if node.children and node.children[0].children
     ]
-    usual = sorted(first - node.start for node, first in begun)[len(begun) // 4]
+    usual = sorted(first - node.start for node, first in begun)[len(begun) // 4] if begun else 0
     return [(node.track, min(node.start + usual, first), first) for node, first in begun]
 
 

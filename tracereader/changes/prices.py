@@ -13,9 +13,10 @@ CALL = 8.5
 # The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
 # for a parameter.
 AROUND = 2
-# An optimizer's step besides its tensors: a fused one calls two ops, and the Python around them is the same for few
-# tensors. Together 0.8 to 1.8 times as long as measured (15 recordings of 53 to 182 tensors).
-OPTIMIZER_STEP, FUSED_TENSOR = 45, 1
+# An optimizer's step besides its tensors, and a tensor of a fused one: 0.7 to 1.8 times as long as measured (15
+# recordings of 53 to 182 tensors). A foreach step of 2 to 10 tensors takes 147 to 154. Python is 77 to 88 of it, which
+# the fused step keeps, except for calls of ops. Its own two ops take 20 to 30.
+OPTIMIZER_STEP, FUSED_TENSOR = 75, 0.8
 # A tensor of a foreach optimizer: 0.8 to 1.6 with SGD, 5 to 8 with AdamW, which reads each tensor's count of steps.
 FOREACH_TENSOR = 4
 # A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
