@@ -1,6 +1,6 @@
 """All changes that a trace suggests, what each would save, and which of them another run makes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -34,13 +34,13 @@ from tracereader.changes.vetoes import is_vetoed
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.side import Side
-from tracereader.figures.users_code import function_around
+from tracereader.figures.users_code import function_around, users_frames
 from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.faster import step_us
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
-from tracereader.trace import Trace
+from tracereader.trace import Trace, Work
 
 WARM_UP = Change("warm_up", "warm up, then record again", "a warm step makes none of these calls")
 # A change that one of these modules declares is included without further registration.
@@ -105,8 +105,7 @@ def each_priced(
     trace is of one rank of many. Its collectives may have waited for the other ranks, and the wait would be in another
     collective then. So no collective becomes shorter.
     """
-    unprofiled = case.unprofiled
-    found = []
+    unprofiled, frames, found = case.unprofiled, users_frames(case.trace.frames), []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
     error = CPU_ERROR if case.is_limited_by_the_cpu and not unprofiled else 0.0
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
@@ -123,11 +122,12 @@ def each_priced(
         estimates = case.estimates_after(proposal.graph)
         one = priced(change.name, change.title, proposal, unprofiled, estimates, error)
         if shortens or is_worth_showing(one):
-            around = function_around(case.users_frames, _spans(case, proposal.graph)) if case.users_frames else None
-            one = msgspec.structs.replace(one, needs_other_ranks=shortens, function=around)
             shorter = _shorter(case, proposal.graph)
             said = {name: in_its_words(getattr(one, name), backend) for name in ("title", "evidence", "how")}
-            found.append((msgspec.structs.replace(one, kernels=tuple(shorter), **said), sum(shorter.values()) / 1e3))
+            said["function"] = function_around(frames, _spans(case, proposal.graph, shorter)) if frames else None
+            kernels = tuple(dict.fromkeys(work.name for work in shorter))
+            one = msgspec.structs.replace(one, needs_other_ranks=shortens, kernels=kernels, **said)
+            found.append((one, sum(shorter.values()) / 1e3))
     return found
 
 
@@ -145,32 +145,25 @@ def _with_collectives(case: Case, after: Graph) -> Graph:
     return msgspec.structs.replace(after, **edited)
 
 
-def _shorter(case: Case, after: Graph) -> dict[str, int]:
-    """Return by how much (ns) a change shortens or removes a replayed step's GPU activities, by name."""
-    before, now, found = case.graph.dur, after.dur, {}
+def _shorter(case: Case, after: Graph) -> dict[Work, int]:
+    """Return the GPU activities of a replayed step that a change makes shorter or removes, and by how much (ns)."""
+    before, now = case.graph.dur, after.dur
     if now is before:  # it changes no GPU work
-        return found
-    for name, node in case.nodes:
-        if now[node] < before[node]:
-            found[name] = found.get(name, 0) + before[node] - now[node]
-    return found
+        return {}
+    return {one: before[node] - now[node] for one, node in case.nodes if now[node] < before[node]}
 
 
-def _spans(case: Case, after: Graph) -> Iterator[tuple[tuple, int, int]]:
+def _spans(case: Case, after: Graph, shorter: Iterable[Work]) -> Iterator[tuple[tuple, int, int]]:
     """Yield what a change makes shorter (track, start, end; ns): CPU time, and the launches of GPU work.
 
     Work of backward counts for the op of forward that it belongs to, because backward's thread has no stacks.
     """
     for track, gone in after.gone.items():
         yield from ((track, start, end) for start, end in gone)
-    for one in case.replayed.work:
-        node = case.graph.activity[id(one)]
-        if one.launch is not None and after.dur[node] < case.graph.dur[node]:
-            around = ((op.track, op.start) for op in (one.launch, *one.launch.above()))
-            track, start = next(
-                filter(None, map(case.trace.forward_of.get, around)), (one.launch.track, one.launch.start)
-            )
-            yield track, start, start + 1
+    for launch in (one.launch for one in shorter if one.launch is not None):
+        around = ((op.track, op.start) for op in (launch, *launch.above()))
+        track, start = next(filter(None, map(case.trace.forward_of.get, around)), (launch.track, launch.start))
+        yield track, start, start + 1
 
 
 class Checked(msgspec.Struct, frozen=True):

@@ -16,7 +16,6 @@ from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
-from tracereader.figures.users_code import users_frames
 from tracereader.findings.finding import WORTH_SHOWING
 from tracereader.findings.recording import (
     MOST_TIMES,
@@ -30,7 +29,6 @@ from tracereader.replay import Graph, fused, step_us_at, with_cpu_time, without_
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import INDUCTORS_CALL
-from tracereader.trace.slices import Frame
 
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
@@ -186,9 +184,9 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         return tuple(Unprofiled.with_share(self.graph, share) for share in shares)
 
     @cached_property
-    def nodes(self) -> list[tuple[str, int]]:
-        """Return the name and the node of each GPU activity of a replayed step."""
-        return [(one.name, self.graph.activity[id(one)]) for one in self.replayed.work]
+    def nodes(self) -> list[tuple[Work, int]]:
+        """Return each GPU activity of a replayed step, and its node."""
+        return [(one, self.graph.activity[id(one)]) for one in self.replayed.work]
 
     @cached_property
     def launch_us(self) -> float:
@@ -228,11 +226,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def differentiates_twice(self) -> bool:
         """Return whether gradients of gradients are computed. torch.compile and graphed callables cannot do that."""
         return self.has(lambda name: "BackwardBackward" in name)
-
-    @cached_property
-    def users_frames(self) -> dict[tuple, list[Frame]]:
-        """Return the calls of the user's own functions by thread; empty without stacks."""
-        return users_frames(self.trace.frames)
 
     def is_internal(self, op: Op) -> bool:
         """Return whether backward, or flex_attention that is not compiled, calls this op."""

@@ -112,12 +112,14 @@ def _unpacking(step: Step) -> list[tuple[tuple, int, int]]:
     return [(node.track, min(node.start + usual, first), first) for node, first in begun]
 
 
+def _copied_bytes(side: Side, way: str) -> int:
+    """Return how many bytes a step copies to the GPU (HtoD) or from it (DtoH)."""
+    return sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name)
+
+
 def _follows_overlap_copies(before: Side, after: Side) -> bool:
     """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
-    was, now = (
-        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name or "DtoH" in one.name)
-        for side in (before, after)
-    )
+    was, now = (_copied_bytes(side, "HtoD") + _copied_bytes(side, "DtoH") for side in (before, after))
     shares = [
         side.summary.steady.exposed_copy_us / side.summary.steady_us
         if side.summary.steady and side.summary.steady_us
@@ -201,10 +203,9 @@ def _waiting_with(copies: Iterable[Op]) -> list[Op]:
 
 def _follows_one_copy(before: Side, after: Side) -> bool:
     """As many bytes are copied to the GPU in at most half as many copies, and the number of products is the same."""
-    was, now = (
-        [one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name] for side in (before, after)
-    )
-    return 0 < len(now) <= LEFT * len(was) and sum(was) == sum(now) and same_products(before, after)
+    was, now = (sum("HtoD" in one.name for one in side.summary.gpu_work) for side in (before, after))
+    same = _copied_bytes(before, "HtoD") == _copied_bytes(after, "HtoD")
+    return 0 < now <= LEFT * was and same and same_products(before, after)
 
 
 @change("copy the batch as one tensor", "another process puts the tensors into one", followed=_follows_one_copy)
@@ -260,13 +261,8 @@ def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
 
 def _follows_keep_activations(before: Side, after: Side) -> bool:
     """At most half of the bytes are copied from the GPU, and to it, and the number of products is the same."""
-    for way in ("DtoH", "HtoD"):
-        was, now = (
-            sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name) for side in (before, after)
-        )
-        if now > LEFT * was or not was:
-            return False
-    return same_products(before, after)
+    bytes_ = [[_copied_bytes(side, way) for side in (before, after)] for way in ("DtoH", "HtoD")]
+    return all(was > 0 and now <= LEFT * was for was, now in bytes_) and same_products(before, after)
 
 
 @change("keep activations on the GPU", "the activations fit into memory", followed=_follows_keep_activations)
