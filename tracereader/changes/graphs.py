@@ -34,6 +34,7 @@ from tracereader.figures.phases import (
     backward_nodes,
     beside_backward,
     first_of_backward,
+    forwards_of,
     in_backward,
     of_model,
     outside_model,
@@ -369,7 +370,9 @@ def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence
     if not waits:
         return []
     last = max(op.end for op in waits)
-    first = min([op.start for op in waits] + _forward_of_nodes_before(case, step, last))
+    nodes = [node for node in backward_nodes(step) if node.start < last]
+    forwards = [start for node in nodes for _, start in forwards_of(case.trace, node)]
+    first = min([op.start for op in waits] + forwards)
     launched = (one for one in step.work if one.launch is not None and first <= one.launch.start <= last)
     of_the_loss, found, launches = {id(one): one for one in launched}, [], 0
     for run in runs:
@@ -384,18 +387,6 @@ def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence
             found.append(kept)
     small = len(of_the_loss) <= OF_THE_LOSS * launches
     return found if small and not any(says(one).family in HEAVY for one in of_the_loss.values()) else []
-
-
-def _forward_of_nodes_before(case: Case, step: Step, time: int) -> list[int]:
-    """Return the starts (ns) of the forward ops of the backward nodes that begin before a time."""
-    found, forward_of = [], case.trace.forward_of
-    for node in backward_nodes(step):
-        if node.start < time:
-            tied = (key for below in node.walk() if (key := (below.track, below.start)) in forward_of)
-            if (key := next(tied, None)) is not None:
-                _, start = forward_of[key]
-                found.append(start)
-    return found
 
 
 def _is_long(run: Run) -> bool:

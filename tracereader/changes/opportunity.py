@@ -22,7 +22,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
 
     unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
     measure its step without the profiler. estimated_savings: the smallest and the largest share that the change may
-    save without the profiler, which are no bounds; None if that step is known or the estimate does not matter
+    save without the profiler, which are no bounds; None if that step shows the share or the estimate does not matter
     (Case.estimates_after). replayed_savings: the shares at both ends of the estimate of recording.py, which
     estimated_savings widens by their error. basis: `replay`
     if only times and dependencies of this trace are used, `bound` if a hardware limit or a typical rate is assumed.
