@@ -101,8 +101,14 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
         return None
     of_the_model = _of_the_model(case)
-    fusable = [entry for entry in of_the_model if _is_fusable(entry)]
-    if saves_calls and _is_mostly_batch_norm(fusable):
+    fusable = [
+        (work, one, op)
+        for work, one, op in of_the_model
+        if one.family in FUSABLE and work.kind != "memset"
+        and not (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
+    ]  # fmt: skip
+    in_norms = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
+    if saves_calls and in_norms >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable):
         saves_calls = False
         if not case.could_gain(FUSABLE) or has_batch_norms_of_volumes(case):
             return None
@@ -128,7 +134,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         if work.kind == "memset" and op is not None:
             memsets[id(op)].append(work)
     in_typical = [
-        ([work for work, _, _ in chain] + [one for op in _ops_of(chain) for one in memsets[id(op)]], us)
+        ([work for work, _, _ in chain] + [one for op in {id(op) for _, _, op in chain} for one in memsets[op]], us)
         for chain, us in chains
     ]
     if saves_calls:
@@ -267,11 +273,6 @@ def _has_outputs_of_unknown_size(case: Case) -> bool:
     return any(call.kind == "runtime" and is_wait(call) for op in grouped for call in op.walk())
 
 
-def _is_mostly_batch_norm(fusable: Sequence[Entry]) -> bool:
-    us = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
-    return us >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable)
-
-
 def includes_the_loss(case: Case) -> bool:
     """Return whether changes of the model take in a loss of many ops, because it does not wait."""
     least = MANY_IN_LOSS * len(backward_begins(case.trace, case.step))
@@ -286,27 +287,13 @@ def _of_losses_that_wait(case: Case) -> set[int]:
     return {id(one) for part in waiting for one in part}
 
 
-def _accumulating(case: Case) -> set[int]:
-    """Return the ids of the activities that add gradients to existing ones."""
-    calls = (below for op in case.step.named(ACCUMULATES.__eq__) for below in op.walk())
-    return {id(work) for call in calls for work in call.work}
-
-
-def _of_a_wrapper(op: Op | None) -> bool:
-    """Return whether DDP or FSDP asks for this op. torch.compile of the model does not compile it."""
-    return op is not None and any(above.name.startswith(WRAPPERS) for above in op.above())
-
-
-def _ops_of(chain: Sequence[Entry]) -> list[Op]:
-    return list({id(op): op for _, _, op in chain if op is not None}.values())
-
-
 def _of_the_model(case: Case) -> list[Entry]:
     """Return the activities that the model itself launches, without copies to and from the GPU.
 
     An uncompiled flex_attention is left out: see compile_flex. So is a loss that waits.
     """
-    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
+    not_the_models = case.launched_in(OPTIMIZERS) | outside_model(case.trace, case.step)
+    not_the_models |= {id(work) for op in case.step.named(ACCUMULATES.__eq__) for work in op.work_below()}
     not_the_models |= _of_losses_that_wait(case)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
@@ -317,15 +304,9 @@ def _of_the_model(case: Case) -> list[Entry]:
         and "DtoH" not in one.name
         and not (op is not None and op.name.startswith(FOREACH))
         and flex_call(case, work) is None
-        and not (wrapped and _of_a_wrapper(op))
+        # What DDP or FSDP asks for is not compiled with the model.
+        and not (wrapped and op is not None and any(above.name.startswith(WRAPPERS) for above in op.above()))
     ]
-
-
-def _is_fusable(entry: Entry) -> bool:
-    """Return whether an activity of the model is of the kinds that torch.compile fuses."""
-    work, one, _ = entry
-    of_cudnn = one.family == "copy" and one.maker.startswith("cuDNN")  # its convolutions' own layout conversions
-    return one.family in FUSABLE and work.kind != "memset" and not of_cudnn
 
 
 def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:

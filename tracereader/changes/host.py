@@ -58,7 +58,9 @@ def host(step: Step) -> Host:
         start = step.end if op is None else op.start
         if op is not None and start - reached > PAUSE_US * 1e3 and not _is_of_torch(name, op.name):
             gaps.append(Stretch(reached, start, name, op.name, []))
-        if op is not None and start >= reached and _is_on_the_cpu(op):
+        # One that uses the GPU contains a runtime call.
+        computes = op is not None and start >= reached and op.kind == "op" and is_of_a_library(op.name)
+        if computes and all(below.kind != "runtime" for below in op.walk()):
             run.append(op)
         else:
             spans = ((one.start, one.end) for one in run if one.name not in NO_VALUES)
@@ -82,11 +84,6 @@ def _is_of_torch(before: str, after: str) -> bool:
     """
     in_engine = after.startswith(AUTOGRAD) and before.startswith((AUTOGRAD, FIRST_GRADIENT))
     return in_engine or after.startswith(FOREACH)
-
-
-def _is_on_the_cpu(op: Op) -> bool:
-    """Return whether an op computes with CPU tensors. One that uses the GPU contains a runtime call."""
-    return op.kind == "op" and is_of_a_library(op.name) and all(below.kind != "runtime" for below in op.walk())
 
 
 def on_launching_threads(case: Case, found: Sequence[Sequence[Stretch]]) -> list[tuple[tuple, int, int]]:

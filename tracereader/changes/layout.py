@@ -22,7 +22,6 @@ from tracereader.changes.same_work import (
 )
 from tracereader.figures.avoidable import cloned_inputs
 from tracereader.figures.decoding import expanded
-from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import in_backward
 from tracereader.figures.side import Side
 from tracereader.findings.faster import share_in_common
@@ -45,7 +44,8 @@ LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of image
 def _follows_align_shapes(before: Side, after: Side) -> bool:
     """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (single_products(side) for side in (before, after))
-    odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
+    sizes = [[(one.product.m, one.product.k, one.product.n) for one in some] for some in (was, now)]
+    odd = [sum(any(size % 8 and size > 64 for size in each) for each in some) for some in sizes]
     if not was and not now:  # without shapes, the kernels' names show the alignment
         odd = [sum(UNALIGNED.search(one.name) is not None for one in heavy(side)) for side in (before, after)]
         return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_products(before, after)
@@ -247,7 +247,3 @@ def in_place(case: Case) -> Proposal | None:
         f"{counted(count, 'copy', 'copies')}, {duration(us)} of GPU time",
         f"{listed(name.removeprefix('aten::') + '_' for name in typical)}, if nothing else reads the input",
     )
-
-
-def _is_odd(one: GpuWork) -> bool:
-    return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))

@@ -47,7 +47,8 @@ def fused_optimizer_on_the_cpu(case: Case) -> Proposal | None:
         if one.faster == "fused" and not (one.forward_us or one.backward_us)  # of a closure in its time
     }
     updates = [op for step in case.steps for op in labels(step, tuple(slow)) if op.name in slow]
-    updates = [op for op in updates if not _is_plain_sgd(op)]
+    plain = f"{OPTIMIZER}SGD.step"
+    updates = [op for op in updates if op.name != plain or any(one.name in MULTIPLIES for one in op.walk())]
     if not updates:
         return None
     found = [slow[label] for label in dict.fromkeys(op.name for op in updates)]
@@ -123,11 +124,8 @@ def _parameter_groups(update: Op) -> int:
 
     Each type of parameters counts as a group of its own. The result is 1 for a loop over single tensors.
     """
-    return min(Counter(op.name for op in update.walk() if _is_on_lists(op.name)).values(), default=1)
-
-
-def _is_on_lists(name: str) -> bool:
-    return name.startswith(("aten::_foreach_", FUSED))
+    names = (op.name for op in update.walk() if op.name.startswith(("aten::_foreach_", FUSED)))
+    return min(Counter(names).values(), default=1)
 
 
 def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
@@ -193,7 +191,3 @@ def _zeroed(step: Step) -> list[Op]:
         (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_"),
         key=lambda op: op.start,
     )
-
-
-def _is_plain_sgd(update: Op) -> bool:
-    return update.name == f"{OPTIMIZER}SGD.step" and not any(op.name in MULTIPLIES for op in update.walk())

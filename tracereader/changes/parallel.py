@@ -176,12 +176,9 @@ def _reductions(steps: Sequence[Step]) -> Iterator[Op]:
         for op in step.named(lambda name: name in (ALL_REDUCE, REDUCE_SCATTER)):
             above = [one.name for one in op.above()]
             # A call outside backward is the program's own, such as the loss's. Those of fully_shard() are annotated.
-            if any(one.startswith(AUTOGRAD) for one in above) and not any(map(_reduces_a_block, above)):
+            annotated = any(one.startswith(REDUCES_A_BLOCK) for one in above)
+            if any(one.startswith(AUTOGRAD) for one in above) and not annotated:
                 yield op
-
-
-def _reduces_a_block(name: str) -> bool:
-    return name.startswith(REDUCES_A_BLOCK)
 
 
 def _between(ops: Sequence[Op], start: int, end: int) -> Iterator[Op]:

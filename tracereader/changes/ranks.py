@@ -35,7 +35,6 @@ from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings.finding import WORTH_SHOWING, duration, size
 from tracereader.findings.ranks import (
     PARTS,
-    Loss,
     SlowStage,
     is_pipeline,
     loss,
@@ -213,8 +212,12 @@ def overlap_communication(case: RankCase) -> Proposal | None:
     if one_bucket(case.summary, one) or not case.collectives:
         return None
     kinds = {collective.kind for collective in case.matched.values()}
+    # The collectives run beside compute, and the compute beside them takes longer.
+    busy = Lengths(union((work.start, work.end) for work in case.computing))
+    exposed_us = {work: (work.end - work.start - busy.between(work.start, work.end)) / 1e3 for work in case.collectives}
+    longer = _longer_compute(case, {work: prices.COMES_BACK * us for work, us in exposed_us.items() if us})
     return Proposal(
-        _beside_compute(case),
+        with_durations(overlapped(case.graph, case.collectives), longer),
         f"rank {one.rank} communicates for {case.per_step(one.total.communication_us)} of a step, and "
         f"{case.per_step(one.total.exposed_communication_us)} of that is exposed",
         _how_to_overlap(kinds),
@@ -234,14 +237,6 @@ def _how_to_overlap(kinds: Container[str]) -> str:
         "reduce gradients while backward computes (DistributedDataParallel does); start other collectives as soon as "
         "their data is there (async_op=True), and wait for them as late as possible"
     )
-
-
-def _beside_compute(case: RankCase) -> Graph:
-    """Return the graph in which the collectives run beside compute, and the compute beside them takes longer."""
-    busy = Lengths(union((one.start, one.end) for one in case.computing))
-    exposed_us = {one: (one.end - one.start - busy.between(one.start, one.end)) / 1e3 for one in case.collectives}
-    longer = _longer_compute(case, {one: prices.COMES_BACK * us for one, us in exposed_us.items() if us})
-    return with_durations(overlapped(case.graph, case.collectives), longer)
 
 
 def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work, float]:
@@ -362,7 +357,8 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     waited = case.per_step(case.rank.waited_exposed_us)
     evidence = f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, while it computes nothing"
     computes = why is not None and why.reasons and why.reasons[0].part == "computes"
-    spread = bool(computes) and not _runs_more(case.summary, slow)
+    most_kernels = max(one.kernels for one in case.summary.ranks if one is not slow)
+    spread = bool(computes) and slow.kernels <= (1 + WORTH_SHOWING) * most_kernels
     if spread:
         of_ranks = {one.rank: usual(case.summary, one, None, PARTS["computes"]) for one in case.summary.ranks}
         mean_us = fmean(of_ranks.values())
@@ -373,7 +369,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     return Proposal(
         with_durations(graph, times),
         evidence,
-        _how_to_balance(why),
+        EVEN_OUT[why.reasons[0].part if why is not None and why.reasons else "idle"],
         assumed=spread or any(beside.values()),
         title=f"let rank {slow.rank} keep up with the others",
     )
@@ -390,11 +386,6 @@ def _as_slow(case: RankCase, slow: RankFigures) -> float:
     times = [one.between_launches_us or 0.0 for one in (others if len(others) > 1 else [slow])]
     mine = case.rank.between_launches_us
     return max(1.0, median(times) / mine) if mine else 1.0
-
-
-def _runs_more(summary: RanksSummary, slow: RankFigures) -> bool:
-    """Return whether a rank's steps have more kernels than those of all other ranks."""
-    return slow.kernels > (1 + WORTH_SHOWING) * max(one.kernels for one in summary.ranks if one is not slow)
 
 
 def _in_a_pipeline(summary: RanksSummary) -> RankFigures | None:
@@ -458,11 +449,6 @@ def _filled_and_drained_us(case: RankCase, slow: SlowStage) -> float:
     pairs = [one for one in case.summary.pairs if one.places and abs(one.places[0] - one.places[1]) == 1]
     sent = min((one.messages for one in pairs), default=0) / max(1, len(case.summary.steps))
     return slow.mean_us * (sent + slow.stages - 1) / sent if sent else 0.0
-
-
-def _how_to_balance(why: Loss | None) -> str:
-    reason = why.reasons[0] if why is not None and why.reasons else None
-    return EVEN_OUT[reason.part if reason is not None else "idle"]
 
 
 RANK_CHANGES = (overlap_communication, bucket_size, in_two_bytes, balance_ranks, microbatches, balance_stages)

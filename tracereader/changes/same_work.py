@@ -127,18 +127,13 @@ def products(side: Side) -> list[GpuWork]:
 
 def equal_single_products(before: Side, after: Side) -> bool:
     """Return whether both steps have as many products outside attention, and, with shapes, equal FLOPs."""
-    return len(single_products(before)) == len(single_products(after)) and _may_be_same_flops(before, after)
+    was, now = (single_products(side) for side in (before, after))
+    return len(was) == len(now) and (not was or same_flops(was, now))
 
 
 def single_products(side: Side) -> list[GpuWork]:
     """Return the products that are not batched. This leaves out attention's own products."""
     return [one for one in products(side) if one.product.batch == 1]
-
-
-def _may_be_same_flops(before: Side, after: Side) -> bool:
-    """Return whether products that are not batched have the same FLOPs in both steps; True without shapes."""
-    was, now = (single_products(side) for side in (before, after))
-    return not was or not now or same_flops(was, now)
 
 
 def same_flops(was: Sequence[GpuWork], now: Sequence[GpuWork]) -> bool:

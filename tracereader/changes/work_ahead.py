@@ -75,7 +75,9 @@ def data_loader(case: Case) -> Proposal | None:
 
 def _follows_cpu_tensors(before: Side, after: Side) -> bool:
     """The kernels are about the same, and at most half of the GPU's idle time in ops on CPU tensors remains."""
-    was, now = (_idle_in_ops_on_the_cpu(side) for side in (before, after))
+    was, now = (
+        sum(side.summary.idle_in.get(name, 0.0) for name in with_cpu_tensors(side.summary)) for side in (before, after)
+    )
     return now <= LEFT * was and was > 0 and same_heavy(before, after) and the_same_work(before, after)
 
 
@@ -171,9 +173,3 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
     for name, time in python_in(case.trace.frames, by_track).items():
         ns[name.rpartition("): ")[2]] += time
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
-
-
-def _idle_in_ops_on_the_cpu(side: Side) -> float:
-    """Return the GPU's idle time (µs) in ops on CPU tensors."""
-    ops = with_cpu_tensors(side.summary)
-    return sum(us for name, us in side.summary.idle_in.items() if name in ops)

@@ -213,15 +213,12 @@ def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:
         for op in step.named(lambda name: CUDNN_ATTENTION in name):
             if op.kind == "op" and not any(CUDNN_ATTENTION in above.name for above in op.above()):
                 inputs = (op.track, op.name, id(op.inputs))  # ops with equal inputs share one object
-                plans = op.us > PLAN_US and op.us - _in_cuda_calls_us(op) > PLAN_US and inputs not in planned
+                in_calls = sum(call.us for call in op.walk() if call.kind == "runtime") if op.us > PLAN_US else 0.0
+                plans = op.us - in_calls > PLAN_US and inputs not in planned
                 if op.inputs.dims:
                     planned.add(inputs)
                 found.setdefault(op.name, ([], []))[not plans].append(op)
     return {name: calls for name, calls in found.items() if calls[0]}
-
-
-def _in_cuda_calls_us(op: Op) -> float:
-    return sum(call.us for call in op.walk() if call.kind == "runtime")
 
 
 def mask_made(trace: Trace, step: Step) -> MaskMade | None:

@@ -27,7 +27,9 @@ def compiled(trace: Trace) -> Compiled:
     return Compiled(
         graphs=graphs,
         graphs_of_steps=[graphs_in(names) for names in calls] if graphs else [],
-        cache_lookups=[_lookups(names) for names in calls] if looks else [],
+        cache_lookups=[
+            sum(times for name, times in names.items() if name.startswith(LOOKUP)) for names in calls if looks
+        ],
         recompiled=sorted({match[0] for name in trace.op_names if (match := COMPILED_AGAIN.match(name))}),
     )
 
@@ -35,7 +37,3 @@ def compiled(trace: Trace) -> Compiled:
 def graphs_in(names: Iterable[str]) -> list[str]:
     """Return the hashes of the compiled graphs that are called under these names."""
     return sorted({match[1] for name in names if (match := GRAPH.search(name))})
-
-
-def _lookups(calls: Counter) -> int:
-    return sum(times for name, times in calls.items() if name.startswith(LOOKUP))

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.captures import Captures, captures
+from tracereader.figures.captures import captures
 from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
 from tracereader.figures.gpu_work import GpuWork, gpu_work
 from tracereader.figures.pace import cold_spans, on_busiest_stream, window
@@ -125,7 +125,9 @@ def _waits_for(
     It is decided from step to step, without a first step that stands out, which would hide the behavior of the others.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
-    if idle and _captures(captures(step.roots, trace.op_names), step):
+    # Most of the step's launch calls, or of its time, belong to the capture of CUDA graphs.
+    capturing = captures(step.roots, trace.op_names) if idle else None
+    if capturing and (capturing.launches > launches(step) or capturing.us > MOST * step.us):
         return "capture"
     if steady is None:
         return "cpu-only"
@@ -136,11 +138,6 @@ def _waits_for(
         return "communication"
     measured = gpu_work(trace, step, {}) if measured is None else measured
     return _roof_met(measured, 1 - steady.idle_us / steady_us if steady_us else 0.0)
-
-
-def _captures(found: Captures | None, step: Step) -> bool:
-    """Return whether most of the step's launch calls, or of its time, belong to the capture of CUDA graphs."""
-    return found is not None and (found.launches > launches(step) or found.us > MOST * step.us)
 
 
 def waits_for_gpus(trace: Trace) -> Intervals:

@@ -67,7 +67,7 @@ class Source(msgspec.Struct, frozen=True):
     may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
     processes: tuple[Process, ...]  # of a file that holds several: the one that is read, and then the others
     shapes_recorded: bool
-    peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
+    peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events; on a GPU if one worked
     warnings: tuple[TraceWarning, ...]
 
     @property
@@ -78,13 +78,14 @@ class Source(msgspec.Struct, frozen=True):
 
 def source(trace: Trace) -> Source:
     """Return the source of a trace."""
+    properties = trace.device_properties.values()
     return Source(
         trace=str(trace.path),
         facts=trace.facts,
         devices=list(trace.devices),
         backend=trace.backend,
         compute_capability=_compute_capability(trace),
-        sms=_multiprocessors(trace),
+        sms=max((one["numSms"] for one in properties if type(one.get("numSms")) is int), default=0),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
@@ -95,7 +96,7 @@ def source(trace: Trace) -> Source:
         may_be_steps=None if trace.has_steps else _may_be_steps(trace),
         processes=trace.processes,
         shapes_recorded=trace.has_shapes,
-        peak_bytes=_peak_bytes(trace),
+        peak_bytes=max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None,
         warnings=tuple(_warnings(trace)),
     )
 
@@ -131,11 +132,6 @@ def _outside_us(trace: Trace) -> float:
     return (max(0, before) + max(0, after)) / 1e3
 
 
-def _multiprocessors(trace: Trace) -> int:
-    counts = (one.get("numSms") for one in trace.device_properties.values())
-    return max((count for count in counts if type(count) is int), default=0)
-
-
 def _compute_capability(trace: Trace) -> str | None:
     if trace.backend not in ("cuda", None):
         return None  # AMD's devices have numbers of this name, too
@@ -143,11 +139,6 @@ def _compute_capability(trace: Trace) -> str | None:
     if not all(type(number) is int for pair in pairs for number in pair) or len(set(pairs)) != 1:
         return None
     return "{}{}".format(*pairs[0])
-
-
-def _peak_bytes(trace: Trace) -> int | None:
-    """Return the peak of allocated memory in bytes, on a GPU if one worked; None without memory profiling."""
-    return max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None
 
 
 def _warnings(trace: Trace) -> Iterator[TraceWarning]:

@@ -334,12 +334,9 @@ def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
 def _waiting(step: Step) -> list[Op]:
     """Return the runtime API calls that wait until the GPU is done, as a copy to unpinned memory does, by start."""
     found = step.named(lambda name: synchronizes(name) or name in ("cudaMemcpy", "hipMemcpyWithStream"))
-    found += [one.launch for one in step.work if "Device -> Pageable" in one.name and _ends_in_its_launch(one)]
+    launched = (one for one in step.work if one.launch is not None and one.end <= one.launch.end)
+    found += [one.launch for one in launched if "Device -> Pageable" in one.name]
     return sorted({id(op): op for op in found if op.kind == "runtime"}.values(), key=_start)
-
-
-def _ends_in_its_launch(one: Work) -> bool:
-    return one.launch is not None and one.end <= one.launch.end
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple[Sync, ...], Intervals]:

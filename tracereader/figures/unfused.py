@@ -52,7 +52,9 @@ class Unfused(msgspec.Struct, frozen=True):
 def unfused(step: Step) -> tuple[Unfused, ...]:
     """Return a step's attention that is not fused, in the order of the softmax."""
     if not step.work:
-        return _on_the_cpu(step)
+        return tuple(
+            Unfused(sum(map(self_us, between)), 0, one.us + last.us, None) for one, between, last in on_the_cpu(step)
+        )
     tracks: dict[tuple, list[tuple[Work, Op | None]]] = {}
     for one, op in zip(step.work, step.asking, strict=True):
         tracks.setdefault(one.track, []).append((one, op))
@@ -61,12 +63,6 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
         for track in tracks.values()
         for number, (one, op) in enumerate(track)
         if _is_softmax(one, op) and (found := _around(track, number))
-    )
-
-
-def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
-    return tuple(
-        Unfused(sum(map(self_us, between)), 0, first.us + last.us, None) for first, between, last in on_the_cpu(step)
     )
 
 
