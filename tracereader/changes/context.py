@@ -180,8 +180,9 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _with_less_cpu_time(self) -> tuple[Unprofiled, ...]:
-        shares = cpu_shares(self.summary, self.graph.cpu_us)
-        return tuple(Unprofiled.with_share(self.graph, share) for share in shares)
+        graph, scale = self.graph, self.graph.recorded_us / self.graph.replayed_us
+        shares = cpu_shares(self.summary, graph.cpu_us)
+        return tuple(Unprofiled(scale * step_us_at(graph, share), share, scale) for share in shares)
 
     @cached_property
     def nodes(self) -> list[tuple[Work, int]]:

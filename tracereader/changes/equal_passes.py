@@ -13,7 +13,7 @@ import msgspec
 from tracereader.changes import prices
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import as_one_kernel_us, moving_us
+from tracereader.changes.roofline import moving_us
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
@@ -82,8 +82,9 @@ def passes_at_once(case: Case) -> Proposal | None:
 
 
 def _batched_us(case: Case, one: GpuWork, count: int) -> float:
-    """Return the time (µs) of one kernel for as much work as so many of these kernels."""
-    together = as_one_kernel_us(case, [one.us] * count, count * math.prod(one.grid or [0]))
+    """Return the time (µs) of one kernel for as much work as so many of these kernels, with one block on each SM."""
+    sms, blocks = case.summary.source.sms, count * math.prod(one.grid or [0])
+    together = one.us * max(1.0, blocks / sms) if sms and blocks else count * one.us
     least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
     return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
 

@@ -206,9 +206,3 @@ class Unprofiled(msgspec.Struct, frozen=True):
         # Both times come from the same replay, so effects that it does not model affect them in the same proportion.
         replayed = step_us_at(graph, factor)
         return cls(step_us, factor, step_us / replayed if replayed else 1.0)
-
-    @classmethod
-    def with_share(cls, graph: Graph, factor: float) -> "Unprofiled":
-        """Return the step that needs this share of the recorded CPU time."""
-        scale = graph.recorded_us / graph.replayed_us
-        return cls(scale * step_us_at(graph, factor), factor, scale)

@@ -1,11 +1,9 @@
-"""How long a good kernel takes for its bytes and FLOPs, and what several kernels take as one."""
+"""How long a good kernel takes for its bytes and FLOPs."""
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 
 from tracereader.changes import prices
-from tracereader.changes.context import Case
 from tracereader.figures.hardware import Peaks
 from tracereader.trace import Op
 from tracereader.trace.types import Inputs, dtype_of
@@ -19,15 +17,6 @@ TWO_BYTES = ("bf16", "fp16")
 def moving_us(moved: float, peaks: Peaks) -> float:
     """Return the time (µs) in which a good kernel reads and writes this many bytes."""
     return moved / (prices.BANDWIDTH * peaks.gb_s) / 1e3
-
-
-def as_one_kernel_us(case: Case, us: Sequence[float], blocks: int) -> float:
-    """Return the time (µs) of one kernel with the blocks of several, which take these times, and one block on each SM.
-
-    blocks: their number in all kernels together.
-    """
-    sms = case.summary.source.sms
-    return min(sum(us), max(us) * max(1.0, blocks / sms)) if sms and blocks else sum(us)
 
 
 def type_of(op: Op) -> str:

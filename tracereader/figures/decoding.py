@@ -246,9 +246,10 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     of_weights = weight_casts(step)
     some = casts or copies or of_weights
     us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)} if some else {}
+    compiled = [] if copies else [measured[place].us for place in expanded_by_inductor(measured)]
     return Unneeded(
         casts=_asked(list(casts.values()), us),
-        expanded=_asked(copies, us) or _of_inductor([measured[place] for place in expanded_by_inductor(measured)]),
+        expanded=_asked(copies, us) or (Asked(len(compiled), len(compiled), sum(compiled), 0.0) if compiled else None),
         key_heads=key_heads,
         weight_casts=_asked(of_weights, us),
         logits_kept=_logits_kept(step, asking, measured),
@@ -260,10 +261,6 @@ def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Aske
         return None
     pieces = [one for _, work in calls for one in work]
     return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
-
-
-def _of_inductor(kernels: Sequence[GpuWork]) -> Asked | None:
-    return Asked(len(kernels), len(kernels), sum(one.us for one in kernels), 0.0) if kernels else None
 
 
 def _cast(launching: Op) -> Op | None:

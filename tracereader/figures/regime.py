@@ -62,19 +62,15 @@ def regime_of(
     wide_start = not mixed and len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
     steps = counted[wide_start:]
     begin, stop = (start, end) if mixed else _steady(steps) or _alone(trace, steps[0], end)
-    windows = minus([(begin, stop)], _foreign(trace, usual))
+    # A cold step's first calls, and a single long pause, are not the steps' own.
+    outlier = [(step.start, step.end) for step in trace.steps if step.start == trace.quality.outlier]
+    windows = minus([(begin, stop)], union([*cold_spans(trace, usual), *outlier]))
     steady, us = gpu_time(parts, windows), length(windows) / 1e3
     if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
         steady = gpu_time(parts, [(start, end)])
     several = parts if len(parts) > 1 and us else ()
     busy = {str(one.device): gpu_time([one], windows).busy_us / us for one in several}
     return Regime(_waits_for(trace, steady, us, step, measured), steady, us, wide_start, busy)
-
-
-def _foreign(trace: Trace, usual: Step) -> Intervals:
-    """Return the time (ns) that is not the steps' own: a cold step's first calls, and a single long pause."""
-    outlier = [(step.start, step.end) for step in trace.steps if step.start == trace.quality.outlier]
-    return union([*cold_spans(trace, usual), *outlier])
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:

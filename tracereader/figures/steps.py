@@ -167,11 +167,6 @@ def busy_us(work: Iterable[Work]) -> float:
     return max((length(busy) / 1e3 for busy in _busy_by_device(work).values()), default=0.0)
 
 
-def first_start(step: Step) -> int | None:
-    """Return when the step's first GPU work began (ns)."""
-    return step.work[0].start if step.work else None
-
-
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
     """Return the first start and the last end (ns) of some work, which is in the order of the starts."""
     return work[0].start, max([one.start + one.dur for one in work])
@@ -434,7 +429,7 @@ def _gpu_stretches(trace: Trace) -> list[tuple[int, int] | None]:
         return [whole if step is only else None for step in steps]
     found, following = [], None
     for step in reversed(steps):
-        first = first_start(step)
+        first = step.work[0].start if step.work else None
         found.append((first, following) if first is not None and following is not None else None)
         following = following if first is None else first
     return found[::-1]

@@ -84,17 +84,6 @@ def cpu_shares(summary: Summary, cpu_us: float) -> tuple[float, float]:
     return max(1 / MOST_TIMES, 1 - most / cpu_us), max(1 / MOST_TIMES, 1 - least / cpu_us)
 
 
-def estimated_us(summary: Summary) -> tuple[float, float] | None:
-    """Return the estimated range (µs) of an overhead-bound step without the profiler, if it could change the regime.
-
-    None if it could not, or if the run measured this time.
-    """
-    if summary.waits_for != "overhead" or summary.unprofiled_step_us is not None:
-        return None
-    low, high = estimate_us(summary)
-    return None if _much_idle(summary.gpu_us, low) else (low, high)
-
-
 def unprofiled(summary: Summary) -> str:
     """Return a sentence on the step without the profiler, if recording makes it longer.
 
@@ -108,9 +97,9 @@ def unprofiled(summary: Summary) -> str:
     busy, known = summary.gpu_us, summary.unprofiled_step_us
     if known is not None:
         return measured(busy, known)
-    if (estimated := estimated_us(summary)) is None:
-        return ""
-    low, high = estimated
+    low, high = estimate_us(summary)
+    if _much_idle(busy, low):
+        return ""  # the regime is the same then
     may = "it may be GPU-bound then" if _much_idle(busy, high) else "it is probably GPU-bound then"
     took = _range(low, high)
     return (
