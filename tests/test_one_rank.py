@@ -120,23 +120,24 @@ def test_the_fastest_large_collective_shows_whether_nvlink_connects_the_ranks(fi
     found = summary.communication
     assert (found.nvlink_gb_s, found.pcie_gb_s) == (450, 64)
     assert (best > 64) == ("connects" in says or "slower ones" in says)
-    (told,) = (one for one in communication.in_words(summary) if "At the fastest" in one)
-    assert f"At the fastest it is {best:.0f} GB/s" in told and says in told
+    told = communication.beside_the_links(found)
+    assert f"the fastest reaches {best:.0f} GB/s" in told and says in told
 
 
-def test_a_job_of_several_hosts_is_compared_with_a_network_too(tmp_path):
+def test_a_job_of_several_hosts_is_compared_with_a_network_too(tmp_path, capsys):
     path = of_one_rank(tmp_path)
     document = json.loads(path.read_text())
-    assert not any("At the fastest" in one for one in communication.in_words(summarize(read(path)))), "unknown device"
+    assert not communication.beside_the_links(summarize(read(path)).communication), "unknown device"
     path.write_text(json.dumps(document | {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}))
-    (told,) = (one for one in communication.in_words(summarize(read(path))) if "At the fastest" in one)
+    told = communication.beside_the_links(summarize(read(path)).communication)
     assert "NVLink has 450, PCIe 64, a network of 400 Gb/s 50: it does not use NVLink, or it waits for peers" in told
+    assert told in " ".join(report(capsys, path, "--only", "short").split())
 
 
 def test_small_collectives_say_nothing_of_the_link(tmp_path):
     path = of_one_rank(tmp_path, collectives=[("allreduce", 2_000, 2_000, 16)], us=20_000)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}))
-    assert not any("At the fastest" in one for one in communication.in_words(summarize(read(path))))
+    assert not communication.beside_the_links(summarize(read(path)).communication)
 
 
 @pytest.mark.parametrize(

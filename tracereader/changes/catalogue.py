@@ -122,7 +122,9 @@ def each_priced(
         estimates = case.estimates_after(proposal.graph)
         one = priced(change.name, change.title, proposal, unprofiled, estimates, error)
         if shortens or is_worth_showing(one):
-            shorter = _shorter(case, proposal.graph)
+            dur, now = case.graph.dur, proposal.graph.dur  # the same list if GPU work does not change
+            nodes = case.nodes if now is not dur else ()
+            shorter = {work: dur[node] - now[node] for work, node in nodes if now[node] < dur[node]}
             said = {name: in_its_words(getattr(one, name), backend) for name in ("title", "evidence", "how")}
             said["function"] = function_around(frames, _spans(case, proposal.graph, shorter)) if frames else None
             kernels = tuple(dict.fromkeys(work.name for work in shorter))
@@ -143,14 +145,6 @@ def _with_collectives(case: Case, after: Graph) -> Graph:
         for node in shorter:  # it also follows what it follows now
             values[node] = getattr(before, name)[node]
     return msgspec.structs.replace(after, **edited)
-
-
-def _shorter(case: Case, after: Graph) -> dict[Work, int]:
-    """Return the GPU activities of a replayed step that a change makes shorter or removes, and by how much (ns)."""
-    before, now = case.graph.dur, after.dur
-    if now is before:  # it changes no GPU work
-        return {}
-    return {one: before[node] - now[node] for one, node in case.nodes if now[node] < before[node]}
 
 
 def _spans(case: Case, after: Graph, shorter: Iterable[Work]) -> Iterator[tuple[tuple, int, int]]:

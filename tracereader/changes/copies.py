@@ -103,11 +103,8 @@ def _unpacking(step: Step) -> list[tuple[tuple, int, int]]:
     That is Python before a node's first op. The lower quartile is the time of a node that asks for no such tensor. In
     "gpt2/recompute" the others take 2 to 7 launches there, and below 1 without checkpoints ("gpt2/sdpa").
     """
-    begun = [
-        (node, node.children[0].children[0].start)
-        for node in backward_nodes(step)
-        if node.children and node.children[0].children
-    ]
+    nodes = [node for node in backward_nodes(step) if node.children and node.children[0].children]
+    begun = [(node, node.children[0].children[0].start) for node in nodes]
     usual = sorted(first - node.start for node, first in begun)[len(begun) // 4] if begun else 0
     return [(node.track, min(node.start + usual, first), first) for node, first in begun]
 

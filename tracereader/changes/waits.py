@@ -53,7 +53,11 @@ def _follows_remove_sync(before: Side, after: Side) -> bool:
     keys=("non_blocking",),
 )
 def remove_sync(case: Case) -> Proposal | None:
-    if _waits_for_workers(case) or case.summary.waits_for == "turns":
+    loading = case.summary.training.loading
+    much = loading is not None and loading.share > WORKERS_SET_THE_PACE
+    if much and case.has(lambda name: name.startswith(LOADER) and "MultiProcessing" in name):
+        return None  # the step would wait for the workers in the time that it saves
+    if case.summary.waits_for == "turns":
         return None  # several GPUs would overlap only steps that do not depend on each other
     calls = [
         op
@@ -90,14 +94,6 @@ def remove_sync(case: Case) -> Proposal | None:
         "; ".join(how),
         assumed=choose,  # computing all elements instead of the selected ones takes longer
     )
-
-
-def _waits_for_workers(case: Case) -> bool:
-    """Return whether the DataLoader's workers set the pace: time saved elsewhere is then waited for them."""
-    loading = case.summary.training.loading
-    names = case.trace.op_names
-    workers = any(name.startswith(LOADER) and "MultiProcessing" in name for name in names)
-    return workers and loading is not None and loading.share > WORKERS_SET_THE_PACE
 
 
 def _follows_anomaly_detection(before: Side, after: Side) -> bool:

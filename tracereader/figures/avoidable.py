@@ -111,14 +111,10 @@ def _clone_of(op: Op) -> Op | None:
         if child.name == "aten::clone":
             clone = child
         elif clone is not None and child.name == op.name + "_":
-            return None if _outgrows(op, child) else clone
+            # A result larger than the input cannot be written in place.
+            given, made = op.inputs.dims[:1], child.inputs.dims[:1]
+            return None if given and made and math.prod(made[0]) > math.prod(given[0]) else clone
     return None
-
-
-def _outgrows(op: Op, in_place: Op) -> bool:
-    """Return whether recorded shapes show a result larger than the input, which cannot be written in place."""
-    given, made = op.inputs.dims[:1], in_place.inputs.dims[:1]
-    return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
 
 
 def adapters(step: Step) -> list[tuple[Op, list[Op]]]:

@@ -38,13 +38,9 @@ def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
 
 
 def _measured(trace: Trace, usual: Step) -> tuple[Step, ...]:
-    first = trace.steps[0]
-    return trace.steps[len(trace.steps) > 1 and is_far_wider(first, usual) and not is_of_the_longer(trace, first) :]
-
-
-def is_of_the_longer(trace: Trace, step: Step) -> bool:
-    """Return whether a step is one of the longer ones of a recording with steps of two kinds."""
-    return trace.quality.mixed is not None and step.start in trace.quality.mixed.long
+    first, mixed = trace.steps[0], trace.quality.mixed
+    is_of_the_longer = mixed is not None and first.start in mixed.long  # of a recording with steps of two kinds
+    return trace.steps[len(trace.steps) > 1 and is_far_wider(first, usual) and not is_of_the_longer :]
 
 
 def is_far_wider(first: Step, usual: Step) -> bool:

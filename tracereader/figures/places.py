@@ -117,12 +117,6 @@ def _trace_of(trace: Trace, one: Work) -> Trace:
     return trace if one.recorded is None else one.recorded.trace
 
 
-def _has_modules(trace: Trace, step: Step) -> bool:
-    if trace.modules or not trace.captured:
-        return bool(trace.modules)
-    return any(_trace_of(trace, one).modules for one in step.work)
-
-
 def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int]]:
     """Yield the calls that take the step's time, each with the trace that has it and the time (ns).
 
@@ -160,7 +154,8 @@ def _in_modules(trace: Trace, step: Step) -> list[tuple[list[str], bool, int, in
     Each has the names of the modules around, outermost first, whether backward launched the work, the time (ns), and
     the number of activities. Empty without stacks.
     """
-    if not _has_modules(trace, step):
+    captured = trace.captured and any(_trace_of(trace, one).modules for one in step.work)
+    if not (trace.modules or captured):
         return []
     around: dict[tuple[int, bool], list[str]] = {}
     time, pieces = defaultdict(int), defaultdict(int)

@@ -44,7 +44,7 @@ def in_words(summary: Summary) -> list[str]:
     if rate := _rate(found.collectives):
         late = ", or more if other ranks are late: read-trace FOLDER/ shows it" * alone
         told.append(f"The network reaches {rate}{late}")
-        return told + _beside_the_links(found)
+        return told
     lacks = [
         what
         for what, field in (("sizes", "bytes"), ("groups", "size"))
@@ -58,22 +58,22 @@ def in_words(summary: Summary) -> list[str]:
     return told
 
 
-def _beside_the_links(found: Communication) -> list[str]:
-    """Return a sentence on the fastest large collective beside the GPU's links, if these are known.
+def beside_the_links(found: Communication) -> str:
+    """Return a sentence on the fastest large collective beside the GPU's links; "" if these are not known.
 
     One that is faster than PCIe needed NVLink, and the slower ones waited. Others do not show which it was.
     """
     best = max((one.best_gb_s for one in found.collectives if one.best_gb_s and one.bytes >= LARGE), default=None)
     if best is None or found.pcie_gb_s is None:
-        return []
+        return ""
     nvlink, alone = found.nvlink_gb_s, found.is_one_of_many
     if nvlink and best > found.pcie_gb_s:
         waits = ", and this rank waits for peers in slower ones" * alone
-        return [f"At the fastest it is {best:,.0f} GB/s, so NVLink ({nvlink:g} in each direction) connects them{waits}"]
+        return f"the fastest reaches {best:,.0f} GB/s, so NVLink ({nvlink:g} in each direction) connects them{waits}"
     links = [*[f"NVLink has {nvlink:g}"] * bool(nvlink), f"PCIe {'' if nvlink else 'has '}{found.pcie_gb_s:g}"]
     links += ["a network of 400 Gb/s 50"] * ((found.ranks or 0) > ON_A_HOST)
     reason = ("it does not use NVLink" if nvlink else "the link is slow") + ", or it waits for peers" * alone
-    return [f"At the fastest it is {best:,.0f} GB/s, where in each direction {listed(links)}: {reason}"]
+    return f"the fastest reaches {best:,.0f} GB/s, where in each direction {listed(links)}: {reason}"
 
 
 def _rate(collectives: tuple[Collectives, ...]) -> str:

@@ -483,8 +483,10 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         return f"{cold}{calls} in calls that the typical step does not make{beside}"
     if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
         return f"it makes {_more_calls(more)}{beside}"
-    if _slower_alike(more):
-        low, high = f"{more.times_low:.1f}", f"{more.times_high:.1f}"
+    least, most = more.times_low, more.times_high
+    # Most calls were slower by similar factors, which explain most of the step's additional time.
+    if least is not None and least >= ALIKE_SLOWER and most <= ALIKE_SPREAD * least and more.alike_us > more.us / 2:
+        low, high = f"{least:.1f}", f"{most:.1f}"
         slower = f"most calls are {low if low == high else f'{low} to {high}'} times slower"
         started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
         return slower + started + beside
@@ -524,12 +526,6 @@ def paid_for_first_use(step: StepFacts) -> bool:
     if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads
     return loads or sum(calls.values()) > more.us / 3
-
-
-def _slower_alike(more: Excess) -> bool:
-    """Return whether most calls were slower by similar factors that explain most of the step's additional time."""
-    low, high = more.times_low, more.times_high
-    return low is not None and low >= ALIKE_SLOWER and high <= ALIKE_SPREAD * low and more.alike_us > more.us / 2
 
 
 def _more_calls(more: Excess) -> str:

@@ -259,7 +259,8 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
         stays_inside = op is not None and id(op) in inside
         for op in reversed(path):
             # The waiting op of item() also launches the copy that it waits for, so a call below such an op stays.
-            if top is None and not stays_inside and _is_op_or_call_in_none(op):
+            outer = op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label"))
+            if top is None and not stays_inside and outer:
                 top = op, []
                 launching.append(top)
             tops[id(op)] = top
@@ -276,11 +277,6 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
             run = []
     if run:
         yield run
-
-
-def _is_op_or_call_in_none(op: Op) -> bool:
-    """Return whether this is an op, or a call in no op."""
-    return op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label"))
 
 
 def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:

@@ -122,17 +122,12 @@ def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
             if not any(step.work for step in steps) or abs(recorded_step_us(alone, usual) - recorded_us) > least:
                 continue
             # The middle one of three steps shows the steady state, even if the CPU is far ahead of the GPU.
-            if count < REPLAYED_STEPS and any(
-                _behind_us(step) > least for step in trace.steps[max(0, first - 1) : first + count]
-            ):
+            near = trace.steps[max(0, first - 1) : first + count]
+            behind_ns = max(one.end - step.end for step in near for one in (step, *step.work))
+            if count < REPLAYED_STEPS and behind_ns / 1e3 > least:
                 continue
             start, end = steps[0].start, steps[-1].end
             work = tuple(one for one in trace.work if one.end > start and (one.launch or one).start < end)
             outside = tuple(op for op in trace.outside if start <= op.start < end)
             return replace(alone, work=work, outside=outside)
     return trace
-
-
-def _behind_us(step: Step) -> float:
-    """Return how long (µs) the step's GPU work runs after the step's end on the CPU."""
-    return (max((one.end for one in step.work), default=step.end) - step.end) / 1e3

@@ -3,14 +3,14 @@
 from rich.console import Console
 
 from tracereader.figures import Summary
-from tracereader.findings.communication import is_worth_saying
+from tracereader.findings.communication import beside_the_links, is_worth_saying
 from tracereader.findings.finding import size
-from tracereader.show.text import print_columns, unit_of
+from tracereader.show.text import paragraph, print_columns, unit_of
 from tracereader.show.view import View, others
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """Print each kind of collective with its size, group, time and bandwidth."""
+    """Print each kind of collective with size, group, time and bandwidth, and the fastest beside the GPU's links."""
     if not is_worth_saying(summary):
         return
     found = summary.communication
@@ -32,3 +32,5 @@ def show(out: Console, summary: Summary, view: View) -> None:
         f"exposed {exposed.name}", "GB/s",
     )  # fmt: skip
     print_columns(out, heads, cells, left=(0, 1) if grouped else (0,))
+    if links := beside_the_links(found):
+        paragraph(out, links, "  ", "  ")

@@ -87,13 +87,9 @@ def _saved(one: Opportunity, share: float) -> str:
 
 
 def _reason(one: Opportunity) -> str:
-    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}{_place(one)}"
-
-
-def _place(one: Opportunity) -> str:
-    """Return the user's function around what changes, if the trace has stacks and a line of 80 columns has room."""
     where = f"in {one.function.file}:{one.function.line}, {one.function.name}" if one.function else ""
-    return f". This is {where}" if 0 < len(where) <= LONGEST_PLACE else ""
+    place = f". This is {where}" if 0 < len(where) <= LONGEST_PLACE else ""
+    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}{place}"
 
 
 def _while_recorded(one: Opportunity) -> str:

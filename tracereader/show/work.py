@@ -102,13 +102,10 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
             sizes = f"{data} with a filter of {kernel}, {formats.operations(conv.flops)}"
             found[(*conv.data, *conv.filter)] = sizes + at
         elif one.bytes_moved and one.gb_s:
-            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved{_speed(one)}"
+            # A few bytes have no speed: their time is not that of the transfer.
+            speed = f" at {one.gb_s:,.0f} GB/s{_of_roof(one)}" if one.gb_s >= 0.5 else ""
+            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved{speed}"
     return list(found.values())
-
-
-def _speed(one: GpuWork) -> str:
-    """Return the rate of a copy or a kernel in words; "" for a few bytes, whose time is not that of the transfer."""
-    return f" at {one.gb_s:,.0f} GB/s{_of_roof(one)}" if one.gb_s >= 0.5 else ""
 
 
 def product_in_words(shape: Product) -> str:
