@@ -28,7 +28,7 @@ import opportunities  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
-from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
+from tracereader.figures import cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings import counters as counter_findings  # noqa: E402
@@ -38,6 +38,7 @@ from tracereader.findings.finding import Prediction  # noqa: E402
 from tracereader.replay import recorded  # noqa: E402
 from tracereader.show.predictions import predictions_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
+from tracereader.two_runs import compare  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = ROOT / "traces/reference"

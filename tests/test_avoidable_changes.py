@@ -16,10 +16,11 @@ from tracereader.changes import attention, catalogue, copies, fusion, inference,
 from tracereader.changes.catalogue import CHANGES as CHANGES_OF_A_REPORT
 from tracereader.changes.catalogue import each_priced, opportunities
 from tracereader.changes.context import Case
-from tracereader.figures import compare, summarize
+from tracereader.figures import summarize
 from tracereader.replay import graph_of
 from tracereader.replay import recorded as graph_module
 from tracereader.trace import read
+from tracereader.two_runs import compare
 
 TESTS = OTHERS[0].parent
 LLM = H200 / "05_llm"

@@ -10,9 +10,9 @@ from raw_events import end, event, raw_steps, raw_work
 from references import H200, recording, small_first
 
 from tracereader import cli
-from tracereader.figures import changed_work, compare, summarize
-from tracereader.findings import differences
+from tracereader.figures import summarize
 from tracereader.trace import read
+from tracereader.two_runs import changed_work, compare, sentences
 
 NVJET, OTHER_NVJET = "nvjet_sm90_tst_64x8_64x16_4x2_h_bz_TNT", "nvjet_sm90_tst_64x32_64x16_4x2_h_bz_TNT"
 TRITON = "triton_tem_fused_mm_0"
@@ -50,11 +50,11 @@ def pair(*files):
 
 
 def changed(*files):
-    return differences.difference(*pair(*files)).work_changed
+    return sentences.difference(*pair(*files)).work_changed
 
 
 def told(*files):
-    return differences.change(*pair(*files))
+    return sentences.change(*pair(*files))
 
 
 def products(*some):
@@ -247,7 +247,7 @@ def test_only_equal_work_is_called_the_same():
     sides = pair(*files)
     for first in sides:
         for other in sides:
-            same = differences.change(first, other).startswith("the same GPU work")
+            same = sentences.change(first, other).startswith("the same GPU work")
             names = [sorted(one.name for one in side.summary.gpu_work) for side in (first, other)]
             assert same == (names[0] == names[1])
 

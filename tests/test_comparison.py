@@ -16,10 +16,10 @@ from tracereader import cli
 from tracereader.changes import catalogue
 from tracereader.changes.catalogue import CHANGES
 from tracereader.figures import summarize
-from tracereader.figures.side import Side
-from tracereader.findings import faster
 from tracereader.replay import Refused
 from tracereader.trace import read
+from tracereader.two_runs import faster
+from tracereader.two_runs.side import Side
 
 LLM = H200 / "05_llm"
 # Each row has steps before and after one change, and the change; None if the second run follows none of the proposals.

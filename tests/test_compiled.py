@@ -6,9 +6,9 @@ import pytest
 from raw_events import event
 
 from tracereader import cli, expect
-from tracereader.figures import compare, summarize
-from tracereader.findings import differences
+from tracereader.figures import summarize
 from tracereader.trace import read
+from tracereader.two_runs import compare, sentences
 
 LOOKUP, PROLOGUE = "TorchDynamo Cache Lookup", "AOTDispatcher Runtime Wrapper Prologue"
 CACHED = f"{LOOKUP} in every step"
@@ -113,7 +113,7 @@ def test_another_graph_in_one_step_contradicts_the_prediction(tmp_path):
 
 
 def changed(*files):
-    return differences.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+    return sentences.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
 
 
 @pytest.mark.parametrize(("last", "said"), [(called("faa"), True), ([("aten::add", 1, 9)], False)])

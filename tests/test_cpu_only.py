@@ -15,9 +15,9 @@ from tracereader import cli
 from tracereader.changes import catalogue
 from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
-from tracereader.figures.side import Side
 from tracereader.replay import Refused, graph_of
 from tracereader.trace import read
+from tracereader.two_runs.side import Side
 
 CPU = Path(__file__).resolve().parent / "traces/cpu"
 NODE = "autograd::engine::evaluate_function: "

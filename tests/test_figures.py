@@ -16,17 +16,18 @@ from raw_events import GPU, end, raw_steps, raw_work
 from references import H200, OTHERS, REFERENCES, ROOT
 
 from tracereader import cli, expect
-from tracereader.figures import compare, summarize
+from tracereader.figures import summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.gpu_time import parts_by_device
 from tracereader.figures.occupancy import occupancy
 from tracereader.figures.steps import outermost_named
-from tracereader.findings import cheatsheet, differences, steps
+from tracereader.findings import cheatsheet, steps
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import Op, Work, families, outermost, read
 from tracereader.trace.intervals import Lengths, length_between
 from tracereader.trace.labels import is_phase
 from tracereader.trace.types import Inputs
+from tracereader.two_runs import compare, sentences
 
 
 @pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
@@ -499,34 +500,34 @@ def test_compare_reproduces_the_closing_table():
             "kernels_mlp/64x128x768x3072_bf16_warm_eager",
         )
     )  # fmt: skip
-    assert differences.setup(eager) == "3 x GEMM, 2 x memset, 1 x gelu, 1 x mul"
+    assert sentences.setup(eager) == "3 x GEMM, 2 x memset, 1 x gelu, 1 x mul"
     for side, kernel in ((compiled, "triton_poi_fused__unsafe_view_gelu_mul_0"), (liger, "_geglu_tanh_forward_kernel")):
-        found = differences.difference(eager, side)
+        found = sentences.difference(eager, side)
         assert any(text.startswith("gelu ") and kernel in text for text in found.changed)
         gemms = next(text for text in found.same if "GEMMs" in text)
         assert gemms.startswith("3 of the GEMMs") and "2 x nvjet_sm90_tst_256x128" in gemms
-    changed = " ".join(differences.difference(eager, compiled).changed)
+    changed = " ".join(sentences.difference(eager, compiled).changed)
     assert "TorchDynamo" in changed and "aten::linear" in changed
-    assert "TorchDynamo" not in " ".join(differences.difference(eager, liger).changed)
+    assert "TorchDynamo" not in " ".join(sentences.difference(eager, liger).changed)
 
 
 def test_compare_names_the_epilogue():
     eager, compiled = (measured(f"01_matmul_add/4096_bf16_warm_{path}") for path in ("eager", "compile"))
-    found = differences.difference(compare.Side(eager), compare.Side(compiled))
+    found = sentences.difference(compare.Side(eager), compare.Side(compiled))
     assert any("same tile and layout, epilogue beta zero → beta adds" in text for text in found.changed)
     assert any("Memcpy DtoD" in text for text in found.changed)
 
 
 def test_compare_of_linear_finds_the_same_kernel():
     eager, compiled = (measured(f"02_linear/1024x32x64_bf16_warm_{path}") for path in ("eager", "compile"))
-    found = differences.difference(compare.Side(eager), compare.Side(compiled))
+    found = sentences.difference(compare.Side(eager), compare.Side(compiled))
     assert not any("GPU work" in text for text in found.changed)
     assert any(text.startswith("ops gone: ") and "aten::t" in text for text in found.changed)
 
 
 def test_a_trace_equals_itself():
     side = compare.Side(measured("02_linear/1024x32x64_bf16_warm_eager"))
-    assert differences.difference(side, side).changed == ()
+    assert sentences.difference(side, side).changed == ()
 
 
 def verdicts(name):

@@ -21,12 +21,13 @@ from tracereader.changes import catalogue, prices
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.context import Case
 from tracereader.changes.fusion import fuse_pointwise
-from tracereader.figures import compare, summarize
+from tracereader.figures import summarize
 from tracereader.findings import ranks
 from tracereader.replay import graph_of
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
+from tracereader.two_runs import compare
 
 FOLDER = ROOT / "tests/traces/h200-x4"
 

@@ -23,10 +23,10 @@ from tracereader import cli
 from tracereader.changes import catalogue, fusion, graphs, prices, vetoes
 from tracereader.figures import summarize
 from tracereader.figures.phases import added_gradients, backward_begins
-from tracereader.figures.side import Side
 from tracereader.replay import cuda_graph, graph_of
 from tracereader.replay.changes import GRAPH_GAP_US
 from tracereader.trace import read
+from tracereader.two_runs.side import Side
 
 GRAPHS = Path(__file__).resolve().parent / "traces/h100/graphs"
 SYNCS = ROOT / "traces/reference/nvidia-h200/changes/syncs/item.json.gz"

@@ -16,11 +16,11 @@ from tracereader import cli
 from tracereader.changes import attention, catalogue, copies, fusion, graphs, work_ahead
 from tracereader.changes.context import Case
 from tracereader.figures import summarize
-from tracereader.figures.side import Side
 from tracereader.figures.uncompiled_flex import uncompiled_flex
 from tracereader.findings import gpu_work
 from tracereader.replay import graph_of
 from tracereader.trace import read
+from tracereader.two_runs.side import Side
 
 TESTS = Path(__file__).resolve().parent / "traces"
 AUGMENTED = recording("augmented/main_process")

@@ -190,14 +190,15 @@ def test_no_circle():
 
 
 def test_imports_run_downward():
-    """show -> changes -> findings, replay -> figures -> trace; the reader imports neither torch nor common/.
+    """show -> changes -> two_runs -> findings, replay -> figures -> trace.
 
-    run/inside is loaded into a program that has torch, so it may import that one, and nothing of this project.
+    The reader imports neither torch nor common/. run/inside is loaded into a program that has torch, so it may import
+    that one, and nothing of this project.
     """
-    floors = {"trace": 0, "figures": 1, "replay": 2, "findings": 2, "changes": 3, "show": 5}
+    floors = {"trace": 0, "figures": 1, "replay": 2, "findings": 2, "two_runs": 3, "changes": 4, "show": 6}
     beside = {"findings": "replay", "replay": "findings"}
     for module, named in imports("tracereader").items():
-        floor = floors.get(module.split(".")[1] if "." in module else "", 4)
+        floor = floors.get(module.split(".")[1] if "." in module else "", 5)
         for name in named:
             if module.startswith("tracereader.run.inside."):
                 assert name.split(".")[0] not in ("numpy", "common", "tracereader"), f"{module} imports {name}"

@@ -16,12 +16,13 @@ from tracereader.changes import catalogue, fusion
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.catalogue import each_priced
 from tracereader.changes.context import Case
-from tracereader.figures import compare, summarize
+from tracereader.figures import summarize
 from tracereader.findings.finding import duration, size
 from tracereader.replay import graph_of
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
+from tracereader.two_runs import compare
 
 FOLDER = ROOT / "tests/traces/h200-x2"
 PAIRS = (

@@ -13,10 +13,11 @@ from references import H200, MODELS, ROOT
 
 from common import harness
 from tracereader import cli
-from tracereader.figures import compare, summarize
-from tracereader.findings import attention, differences, training
+from tracereader.figures import summarize
+from tracereader.findings import attention, training
 from tracereader.show.text import ratio
 from tracereader.trace import read
+from tracereader.two_runs import compare, sentences
 
 REFERENCE = ROOT / "traces/reference"
 TWO = REFERENCE / "nvidia-h200-x2/06_training"
@@ -75,17 +76,17 @@ def test_matrix_products_of_compiled_prefill_are_cublas_own(capsys):
     share = sum(e["dur"] for e in work if re.search("nvjet|gemm|gemv", e["name"])) / sum(e["dur"] for e in work)
     assert re.search(rf"matrix products +[\d.,]+ +{share:.1%}", printed(capsys, path, "--only", "gpu"))
     eager = compare.Side(summarize(read(LLM / "1x512_bf16_warm_eager_prefill_active2.json.gz")))
-    assert not re.search(r"new: [^;]*GEMM", differences.change(eager, compare.Side(summarize(read(path)))))
+    assert not re.search(r"new: [^;]*GEMM", sentences.change(eager, compare.Side(summarize(read(path)))))
 
 
 def test_no_fusion_is_invented():
     """A kernel that adds does not replace kernels that multiply. A kernel that replaces others names them."""
     eager, fused = TWO / "4x1024x1024x16_bf16_warm_eager.json.gz", TWO / "4x1024x1024x16_bf16_warm_eager_fused.json.gz"
-    found = differences.difference(*(compare.Side(summarize(read(path))) for path in (eager, fused)))
+    found = sentences.difference(*(compare.Side(summarize(read(path))) for path in (eager, fused)))
     assert not any("one kernel" in text for text in found.changed)
     assert "<add, fp32> (1.6 µs)" in next(text for text in found.changed if text.startswith("GPU work new"))
     naive, product = TESTS / "attention_naive.json.gz", H200 / "01_matmul_add/64_bf16_warm_eager.json.gz"
-    found = differences.difference(*(compare.Side(summarize(read(path))) for path in (naive, product)))
+    found = sentences.difference(*(compare.Side(summarize(read(path))) for path in (naive, product)))
     assert not any("one kernel" in text for text in found.changed)
 
 
@@ -101,8 +102,8 @@ def test_ops_are_compared_by_their_calls(tmp_path):
     twice["traceEvents"].append(again)
     sides = [compare.Side(summarize(read(written(tmp_path, name, found)), None)) for name, found in
              (("once.json", once), ("twice.json", twice))]  # fmt: skip
-    assert differences.difference(*sides).ops_changed == ("calls: aten::addmm 1 → 2",)
-    assert not any("aten::addmm" in text for text in differences.difference(*sides).ops_same)
+    assert sentences.difference(*sides).ops_changed == ("calls: aten::addmm 1 → 2",)
+    assert not any("aten::addmm" in text for text in sentences.difference(*sides).ops_same)
 
 
 def test_sums_of_overlapping_kernels_are_marked(capsys):
@@ -233,6 +234,6 @@ def test_a_comparison_counts_the_kernels_that_are_gone(capsys):
     counts = [Counter(e["name"] for e in raw_work(slices(p), step_named(slices(p), s.summary.typical_step)))
               for p, s in zip((naive, in_place), sides, strict=True)]  # fmt: skip
     assert [side.work for side in sides] == counts
-    new = next(text for text in differences.difference(*sides).changed if text.startswith("GPU work new"))
+    new = next(text for text in sentences.difference(*sides).changed if text.startswith("GPU work new"))
     some = [name for name in counts[1] - counts[0] if counts[0][name]]
     assert len(re.findall(r"\(of \d+ in ", new)) == len(some)

@@ -7,9 +7,9 @@ from raw_events import event
 from references import ROOT
 
 from tracereader import cli
-from tracereader.figures import compare, summarize
-from tracereader.findings import differences
+from tracereader.figures import summarize
 from tracereader.trace import read
+from tracereader.two_runs import compare, sentences
 
 BF16, FP32 = "c10::BFloat16", "float"
 
@@ -34,7 +34,7 @@ def made(tmp_path, name, calls, flags=None):
 
 
 def changed(*files):
-    return differences.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+    return sentences.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
 
 
 def printed(capsys, *words):

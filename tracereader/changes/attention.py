@@ -10,26 +10,15 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, type_of
-from tracereader.changes.same_work import (
-    LEFT,
-    by_calls,
-    equal_single_products,
-    on_the_gpu,
-    same_heavy,
-    same_on_the_cpu,
-    same_products,
-)
 from tracereader.figures.avoidable import CUDNN_ATTENTION, planning, triangles
 from tracereader.figures.decoding import expanded, expanded_by_inductor
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.phases import backward_nodes, forwards_of, in_backward
-from tracereader.figures.side import Side
 from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
 from tracereader.figures.unfused import on_the_cpu
 from tracereader.findings.device_words import CUDA
-from tracereader.findings.faster import graphs_launched
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import (
     fused,
@@ -44,6 +33,17 @@ from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
 from tracereader.trace.labels import FLEX_ATTENTION
 from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD
+from tracereader.two_runs.faster import graphs_launched
+from tracereader.two_runs.same_work import (
+    LEFT,
+    by_calls,
+    equal_single_products,
+    on_the_gpu,
+    same_heavy,
+    same_on_the_cpu,
+    same_products,
+)
+from tracereader.two_runs.side import Side
 
 # An op that only the math backend of scaled_dot_product_attention calls, in names of compiled kernels, too.
 SAFE_SOFTMAX = "_safe_softmax"

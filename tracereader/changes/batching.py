@@ -10,13 +10,13 @@ from tracereader.changes.equal_passes import loops, passes_at_once
 from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import moving_us
-from tracereader.changes.same_work import LEFT, products, same_flops
-from tracereader.figures.side import Side
 from tracereader.findings.finding import counted
 from tracereader.replay import with_durations
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.op_names import EMPTY, SLICES
+from tracereader.two_runs.same_work import LEFT, products, same_flops
+from tracereader.two_runs.side import Side
 
 # From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16

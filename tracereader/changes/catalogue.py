@@ -29,18 +29,18 @@ from tracereader.changes.opportunity import (
     priced,
     worth_showing,
 )
-from tracereader.changes.same_work import newly_compiled
 from tracereader.changes.vetoes import is_vetoed
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
-from tracereader.figures.side import Side
 from tracereader.figures.users_code import function_around, users_frames
 from tracereader.findings.device_words import holds_on, in_its_words
-from tracereader.findings.faster import step_us
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace, Work
+from tracereader.two_runs.faster import step_us
+from tracereader.two_runs.same_work import newly_compiled
+from tracereader.two_runs.side import Side
 
 WARM_UP = Change("warm_up", "warm up, then record again", "a warm step makes none of these calls")
 # A change that one of these modules declares is included without further registration.

@@ -11,7 +11,7 @@ import msgspec
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.figures.ranks import RankFigures, RanksSummary
-from tracereader.figures.side import Side
+from tracereader.two_runs.side import Side
 
 Propose = Callable[[Case], Proposal | None]
 

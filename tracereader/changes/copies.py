@@ -7,15 +7,12 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_work import LEFT, compiled, same_heavy, same_products, the_same_work
 from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.phases import backward_nodes
-from tracereader.figures.side import Side
 from tracereader.figures.training import recomputed_ops
 from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.faster import step_us
 from tracereader.findings.finding import counted, duration, how_often, listed, size
 from tracereader.replay import (
     is_wait,
@@ -31,6 +28,9 @@ from tracereader.replay import (
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY
 from tracereader.trace.op_names import COPIES_INPUTS
+from tracereader.two_runs.faster import step_us
+from tracereader.two_runs.same_work import LEFT, compiled, same_heavy, same_products, the_same_work
+from tracereader.two_runs.side import Side
 
 # If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
 WAITS_LONGER = 2

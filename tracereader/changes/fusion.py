@@ -15,15 +15,12 @@ from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_tensor_cores
 from tracereader.changes.roofline import moving_us
-from tracereader.changes.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
 from tracereader.changes.vetoes import BATCH_NORM, has_batch_norms_of_volumes
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.pace import PAUSE_US, with_a_middle
 from tracereader.figures.phases import backward_begins, of_the_loss, outside_model
-from tracereader.figures.side import Side
 from tracereader.figures.steps import compilations
-from tracereader.findings.faster import ALMOST, share_in_common
 from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
 from tracereader.replay import (
     Graph,
@@ -51,6 +48,9 @@ from tracereader.trace.labels import (
 )
 from tracereader.trace.op_names import FOREACH, OF_UNKNOWN_SIZE
 from tracereader.trace.types import Inputs
+from tracereader.two_runs.faster import ALMOST, share_in_common
+from tracereader.two_runs.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
+from tracereader.two_runs.side import Side
 
 COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
 # Inductor fuses at most this many ops into one kernel (max_fusion_size in torch/_inductor/config.py).

@@ -22,7 +22,6 @@ from tracereader.changes.host import (
     waits_in,
 )
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_work import LEFT, compiled, same_products_as_long
 from tracereader.changes.vetoes import stays_eager
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.pace import PAUSE_US
@@ -41,11 +40,9 @@ from tracereader.figures.phases import (
     work_beside_the_model,
 )
 from tracereader.figures.places import OUTSIDE_PHASES
-from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.figures.training import asking
 from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.faster import ALMOST, graphs_launched, share_in_graphs, share_kept
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import with_cpu_time, with_durations, without_ops, without_waits
@@ -55,6 +52,9 @@ from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION
 from tracereader.trace.op_names import COPYING, MATMULS, OF_UNKNOWN_SIZE, READ_A_VALUE
+from tracereader.two_runs.faster import ALMOST, graphs_launched, share_in_graphs, share_kept
+from tracereader.two_runs.same_work import LEFT, compiled, same_products_as_long
+from tracereader.two_runs.side import Side
 
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.

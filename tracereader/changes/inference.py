@@ -11,7 +11,21 @@ from tracereader.changes.context import Case
 from tracereader.changes.graphs import can_be_captured, long_runs
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import moving_us
-from tracereader.changes.same_work import (
+from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
+from tracereader.figures.avoidable import adapters
+from tracereader.figures.decoding import growing_appends
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.training import unused_nodes
+from tracereader.findings.decoding import head_of_all
+from tracereader.findings.device_words import CUDA_OR_HIP
+from tracereader.findings.finding import counted, duration
+from tracereader.findings.training import MANY_NODES
+from tracereader.replay import cuda_graph as as_cuda_graph
+from tracereader.replay import with_cpu_time, with_durations, without_cpu_time, without_ops
+from tracereader.trace import Op, Work
+from tracereader.trace.op_names import COPYING
+from tracereader.two_runs.faster import graphs_launched
+from tracereader.two_runs.same_work import (
     LEFT,
     by_calls,
     is_of_rank,
@@ -20,21 +34,7 @@ from tracereader.changes.same_work import (
     same_products,
     single_products,
 )
-from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
-from tracereader.figures.avoidable import adapters
-from tracereader.figures.decoding import growing_appends
-from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.side import Side
-from tracereader.figures.training import unused_nodes
-from tracereader.findings.decoding import head_of_all
-from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.faster import graphs_launched
-from tracereader.findings.finding import counted, duration
-from tracereader.findings.training import MANY_NODES
-from tracereader.replay import cuda_graph as as_cuda_graph
-from tracereader.replay import with_cpu_time, with_durations, without_cpu_time, without_ops
-from tracereader.trace import Op, Work
-from tracereader.trace.op_names import COPYING
+from tracereader.two_runs.side import Side
 
 STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 

@@ -10,7 +10,15 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, type_of
-from tracereader.changes.same_work import (
+from tracereader.figures.avoidable import cloned_inputs
+from tracereader.figures.decoding import expanded
+from tracereader.figures.phases import in_backward
+from tracereader.findings.finding import counted, duration, listed
+from tracereader.replay import with_durations, without_ops, without_work
+from tracereader.trace import Op
+from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
+from tracereader.two_runs.faster import share_in_common
+from tracereader.two_runs.same_work import (
     LEFT,
     by_calls,
     compiled,
@@ -20,15 +28,7 @@ from tracereader.changes.same_work import (
     single_products,
     usual_type,
 )
-from tracereader.figures.avoidable import cloned_inputs
-from tracereader.figures.decoding import expanded
-from tracereader.figures.phases import in_backward
-from tracereader.figures.side import Side
-from tracereader.findings.faster import share_in_common
-from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import with_durations, without_ops, without_work
-from tracereader.trace import Op
-from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
+from tracereader.two_runs.side import Side
 
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")

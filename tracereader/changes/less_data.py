@@ -7,13 +7,13 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.equal_passes import IS_INDEX
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_work import LEFT, same_products
-from tracereader.figures.side import Side
 from tracereader.findings.finding import counted, duration
 from tracereader.replay import spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER
+from tracereader.two_runs.same_work import LEFT, same_products
+from tracereader.two_runs.side import Side
 
 DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward")
 # Rows of a table for each row that a step looks up. The optimizer of a vocabulary of a language model gains little.

@@ -8,9 +8,7 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_work import LEFT, by_calls, same_heavy
 from tracereader.figures.phases import added_gradients
-from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time, without_ops
@@ -18,6 +16,8 @@ from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
 from tracereader.trace.op_names import FILLS, FUSED
+from tracereader.two_runs.same_work import LEFT, by_calls, same_heavy
+from tracereader.two_runs.side import Side
 
 # A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
 # 930 launches, and one group of them 150 to 190. From so many groups on, the advice names them.

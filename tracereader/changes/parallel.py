@@ -10,10 +10,7 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_jobs import gathers_less, reduces_less_often, sends_no_buffers
-from tracereader.changes.same_work import same_heavy, same_products
 from tracereader.figures.gpu_time import is_communication
-from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration
 from tracereader.replay import with_durations, without_cpu_time, without_ops
@@ -33,6 +30,9 @@ from tracereader.trace.labels import (
     REDUCERS_CALLS,
     REDUCES_A_BLOCK,
 )
+from tracereader.two_runs.same_jobs import gathers_less, reduces_less_often, sends_no_buffers
+from tracereader.two_runs.same_work import same_heavy, same_products
+from tracereader.two_runs.side import Side
 
 # DDP flattens the buffers of one type, sends them, and copies them back into the model's tensors.
 BROADCAST, COPY = "c10d::broadcast_", "aten::copy_"

@@ -9,12 +9,10 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
-from tracereader.changes.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
 from tracereader.figures.decoding import weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.phases import in_backward
-from tracereader.figures.side import Side
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import with_cpu_time, with_durations, without_ops
@@ -23,6 +21,8 @@ from tracereader.trace.families import FUSABLE
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.op_names import FILLS, FOREACH
+from tracereader.two_runs.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
+from tracereader.two_runs.side import Side
 
 # bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
 # and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.

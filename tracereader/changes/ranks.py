@@ -18,15 +18,6 @@ from tracereader.changes.change import Change, change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Opportunity, Proposal, Unprofiled, priced, worth_showing
 from tracereader.changes.roofline import TWO_BYTES, moving_us
-from tracereader.changes.same_jobs import (
-    SHARDED,
-    evens_out,
-    evens_out_stages,
-    hides_communication,
-    reduces_in_buckets,
-    sends_half,
-    splits_more,
-)
 from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.hardware import common_peaks
@@ -54,6 +45,15 @@ from tracereader.trace.families import says
 from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, OLDER_FSDP, SHARDING
 from tracereader.trace.types import dtype_of
+from tracereader.two_runs.same_jobs import (
+    SHARDED,
+    evens_out,
+    evens_out_stages,
+    hides_communication,
+    reduces_in_buckets,
+    sends_half,
+    splits_more,
+)
 
 # DistributedDataParallel's default bucket_cap_mb.
 BUCKET_BYTES = 25 * 2**20

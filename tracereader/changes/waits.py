@@ -7,17 +7,17 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.host import copied, copying, host, waits_in
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_work import by_calls, same_heavy, the_same_work
 from tracereader.figures.debugging import blocking_launches, gradient_checks
 from tracereader.figures.phases import in_backward
-from tracereader.figures.side import Side
 from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.faster import synchronizations
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import without_cpu_time, without_ops, without_waits
 from tracereader.trace import Op
 from tracereader.trace.labels import LOADER, OPTIMIZER
 from tracereader.trace.op_names import NEED_THE_SIZE, READ_A_VALUE, SELECTS
+from tracereader.two_runs.faster import synchronizations
+from tracereader.two_runs.same_work import by_calls, same_heavy, the_same_work
+from tracereader.two_runs.side import Side
 
 # The share of the step that it waits for the DataLoader's workers from which on they set its pace.
 WORKERS_SET_THE_PACE = 0.1

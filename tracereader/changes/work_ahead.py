@@ -9,9 +9,7 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.host import Stretch, host, on_launching_threads
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.same_work import LEFT, same_heavy, the_same_work
 from tracereader.figures.gpu_time import is_python, python_in
-from tracereader.figures.side import Side
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.ops import with_cpu_tensors
@@ -20,6 +18,8 @@ from tracereader.replay.changes import spans_of
 from tracereader.trace import Op
 from tracereader.trace.intervals import length, union
 from tracereader.trace.labels import LOADER, is_phase
+from tracereader.two_runs.same_work import LEFT, same_heavy, the_same_work
+from tracereader.two_runs.side import Side
 
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.

@@ -10,14 +10,15 @@ from rich.table import Table
 from tracereader.changes import catalogue
 from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
-from tracereader.figures import Summary, compare
-from tracereader.findings import differences, faster, gpu_work, steps
+from tracereader.figures import Summary
+from tracereader.findings import gpu_work, steps
 from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
 from tracereader.replay import Refused
 from tracereader.show import warnings
 from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
 from tracereader.show.view import View
 from tracereader.trace import Trace
+from tracereader.two_runs import compare, faster, sentences
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
@@ -110,7 +111,7 @@ def _in_short(
         by_step = not of_one_step and compare.compare_by_step(base, side)
         known = proposed[against] if against < len(proposed) and by_step else ()
         beside = _beside(base, side, known, whose)
-        shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
+        shown = sentences.flags(base, side) if view.usual else f"what changed: {sentences.change(base, side)}"
         beside.append(shown)
         for text in filter(None, beside):
             paragraph(out, plain(text), "  · ", "    ")
@@ -263,14 +264,14 @@ def _differences(
     """Print what changed and what stayed the same: a table, or blocks on a narrow terminal."""
     first = sides[0]
     if work:
-        setup = differences.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
+        setup = sentences.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
     else:
         setup = ", ".join(sorted(first.ops))
     previous = any(base is not first for base in bases)
     against = f"(the others are compared with {'the run before each' if previous else 'this run'})"
     rows = []
     for side, base in zip(sides[1:], bases[1:], strict=True):
-        found = differences.difference(base, side)
+        found = sentences.difference(base, side)
         changed = found.flags_changed + found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
         rows.append((changed or ("nothing",), same))

@@ -13,7 +13,6 @@ from tracereader.changes import ranks as rank_changes
 from tracereader.changes.opportunity import Opportunity
 from tracereader.command import BadInput
 from tracereader.figures.ranks import RanksSummary
-from tracereader.findings import faster
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
 from tracereader.replay import Refused
@@ -21,6 +20,7 @@ from tracereader.show.comparison import add_times, prediction
 from tracereader.show.ranks import left_out, opened
 from tracereader.show.text import console, paragraph, plain, print_columns, shown_path
 from tracereader.show.view import View
+from tracereader.two_runs import faster
 
 SECTIONS = ("short", "steps")
 FIGURES = {

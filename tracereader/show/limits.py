@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tracereader.command import BadInput, printable
-from tracereader.figures import Summary, compare
+from tracereader.figures import Summary
 from tracereader.findings.finding import duration, size
+from tracereader.two_runs import compare
 
 MEASURES = ("step", "cpu", "gpu", "gpu busy", "launches", "kernels", "memory")
 COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}

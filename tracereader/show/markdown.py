@@ -4,12 +4,13 @@ import re
 from collections.abc import Sequence
 
 from tracereader.command import printable
-from tracereader.figures import Summary, compare
-from tracereader.findings import differences, faster, steps
+from tracereader.figures import Summary
+from tracereader.findings import steps
 from tracereader.show.limits import MEASURES, measures, value_in_words
 from tracereader.show.page.compared import kernel_rows
 from tracereader.show.text import us as us_in_words
 from tracereader.trace.kernel_names import short
+from tracereader.two_runs import compare, faster, sentences
 
 KERNELS_SHOWN = 10
 NAME_SHOWN = 72
@@ -45,7 +46,7 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
         if len(rows) > KERNELS_SHOWN:
             lines += ["", f"{len(rows) - KERNELS_SHOWN:,} more names of GPU activities changed."]
     for name, side in zip(names[1:], sides[1:], strict=True):
-        found = differences.difference(sides[0], side)
+        found = sentences.difference(sides[0], side)
         lines += ["", f"<details><summary>What changed in {html(name)}</summary>", ""]
         lines += [f"- {plain(text)}" for text in found.changed or ("nothing",)]
         lines += ["", "</details>"]

@@ -9,8 +9,8 @@ from tracereader import __version__
 from tracereader.changes import catalogue
 from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
-from tracereader.figures import Summary, compare
-from tracereader.findings import differences, faster, steps
+from tracereader.figures import Summary
+from tracereader.findings import steps
 from tracereader.findings.finding import family_in_words
 from tracereader.replay import Refused
 from tracereader.show.limits import measures
@@ -18,6 +18,7 @@ from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
 from tracereader.trace import Trace
 from tracereader.trace.kernel_names import labels
+from tracereader.two_runs import compare, faster, sentences
 
 # Kernels of two recordings of one program differ by up to 9%.
 ALIKE = 0.09
@@ -74,7 +75,7 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
     for number, (run, side) in enumerate(zip(runs[1:], sides[1:], strict=True), 2):
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
-    found = [differences.difference(sides[0], side) for side in sides[1:]]
+    found = [sentences.difference(sides[0], side) for side in sides[1:]]
     if len(sides) == 2:
         runs[1]["ratio"] = faster.heading(*sides)
     for run, side in zip(runs, sides, strict=True):

@@ -3,10 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from tracereader.figures import changed_work
-from tracereader.figures.changed_work import Activities, Merged, Named, Pair, Relaunched
-from tracereader.figures.side import Side
 from tracereader.trace.kernel_names import decode, labels, short
+from tracereader.two_runs import changed_work
+from tracereader.two_runs.changed_work import Activities, Merged, Named, Pair, Relaunched
+from tracereader.two_runs.side import Side
 
 NAMES_SHOWN, FEW = 15, 6
 WIDEST = 60  # letters of a kernel's name

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tracereader.figures import compare
-from tracereader.figures.side import Side
 from tracereader.findings.finding import copies_as_noun, counted, family_as_noun, in_one_unit, listed
 from tracereader.findings.steps import BUSY
+from tracereader.two_runs import compare
+from tracereader.two_runs.side import Side
 
 # Steps are equally fast if their times differ by less than this share, as two recordings of one program do.
 ALIKE = 0.05

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.avoidable import LARGEST_RANK, LOWER
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.side import Side
 from tracereader.figures.sizes import Product
-from tracereader.findings.faster import ALMOST, graphs_launched, share_in_common
 from tracereader.trace.families import HEAVY
 from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
 from tracereader.trace.op_names import BATCHED, CONVOLUTIONS, PRODUCTS
+from tracereader.two_runs.faster import ALMOST, graphs_launched, share_in_common
+from tracereader.two_runs.side import Side
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tracereader.figures.side import Side, what
 from tracereader.trace.kernel_names import KernelName, decode, short
+from tracereader.two_runs.side import Side, what
 
 LONGER_THAN_ANY = 10_000
 # Share of a step's GPU time. A smaller change does not distinguish two runs: of 15 programs run twice on the H200 by

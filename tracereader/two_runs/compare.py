@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.side import Side
 from tracereader.figures.summary import Summary
 from tracereader.trace.labels import COMPILE_ROWS
+from tracereader.two_runs.side import Side
 
 
 def with_like_families(summaries: Sequence[Summary]) -> list[Summary]:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tracereader.figures import compare
-from tracereader.figures.side import Side
-from tracereader.findings import work_differences
-from tracereader.findings.work_differences import NAMES_SHOWN, and_more
+from tracereader.two_runs import compare, work_sentences
+from tracereader.two_runs.side import Side
+from tracereader.two_runs.work_sentences import NAMES_SHOWN, and_more
 
 OPS_SHOWN, FEW = 40, 6
 HASH_SHOWN = 12  # of 52 letters
@@ -37,7 +36,7 @@ class Difference(msgspec.Struct, frozen=True):
 def difference(first: Side, other: Side) -> Difference:
     """Return the differences between two runs, and what stayed the same."""
     alone = compare.only_one_has_gpu_work(first, other)
-    work_changed, work_same = ([ONE_ALONE], []) if alone else work_differences.in_lists(first, other)
+    work_changed, work_same = ([ONE_ALONE], []) if alone else work_sentences.in_lists(first, other)
     ops_changed, ops_same = _ops(first, other)
     text = flags(first, other)
     flags_changed = [text] if text else []
@@ -98,7 +97,7 @@ def setup(side: Side) -> str:
 def change(before: Side, after: Side) -> str:
     """Return the differences between two runs' GPU activities as text; those between their ops without GPU work."""
     on_gpu = before.summary.has_gpu_work and after.summary.has_gpu_work
-    texts, other_work = (work_differences.in_short if on_gpu else _ops_in_short)(before, after)
+    texts, other_work = (work_sentences.in_short if on_gpu else _ops_in_short)(before, after)
     if compare.only_one_has_gpu_work(before, after):
         texts = [ONE_ALONE, *texts]
     if not texts:
