@@ -62,7 +62,7 @@ class Step:
 
 REPORTS = (
     Report("training", (f"{MODELS}/gpt2_train.json.gz",), kept=True),
-    Report("timeline", (f"{MODELS}/gpt2_train.json.gz",), "search=cutlass", "timeline", "nwwwwwww"),
+    Report("timeline", (f"{MODELS}/gpt2_train.json.gz",), "search=cutlass", "timeline", "nwwwwwww", height=1200),
     Report("modules", (f"{MODELS}/bert_modules.json.gz",), at="timeline", dark=True, height=760),
     Report("roofline", (f"{MODELS}/qwen3_prefill_logits.json.gz",), at="roofline", height=760, kept=True),
     Report(

@@ -891,6 +891,25 @@ def test_the_details_of_a_slice_are_in_the_window(chromium, pages):
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_the_details_do_not_cover_the_slice_that_a_search_finds(chromium, pages):
+    """The GPU's track is the last one of a timeline that is higher than the room above the details."""
+    page = pages(TRAINING)
+    chromium.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 600, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        browser = shown(chromium, page, "#search=gemm")
+        browser.execute_script("document.getElementById('timeline').scrollIntoView()")
+        press(browser, "n")
+        assert "kernel" in text(browser, ".selected")
+        canvas, details = browser.execute_script(
+            "return ['canvas', 'details'].map(one => document.getElementById(one).getBoundingClientRect().toJSON())"
+        )
+        assert canvas["bottom"] - 20 < details["top"] < details["bottom"] <= 600
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_paper_has_no_controls_and_cuts_nothing_off(chromium, pages):
     """A browser announces a print while the page has the width of the screen."""
     browser = shown(chromium, pages(SHAPES))

@@ -264,6 +264,15 @@ class Timeline {
     }
     this.onSelect(one);
     this.draw();
+    if (one !== null) this.uncover(one);
+  }
+
+  // The details stand before the lower part of a high timeline: the page scrolls if the slice is behind them.
+  uncover(one) {
+    const box = this.painter.boxOf(one), details = document.getElementById("details");
+    if (!box || !details) return;
+    const bottom = this.canvas.getBoundingClientRect().top + AXIS + box.y - this.state.scroll + 2 * ROW;
+    scrollBy(0, Math.max(0, bottom - details.getBoundingClientRect().top));
   }
 
   scrollInto(one) {
