@@ -151,6 +151,19 @@ def test_replays_of_a_graph_end_steps_only_if_nothing_else_does():
     assert ended == ["optimizer"] * 5 + ["graph"] * 3
 
 
+def test_calls_between_two_backward_passes_are_one_step_where_parameters_are_changed_by_hand():
+    ended = []
+    steps = inside("steps").Steps(types.SimpleNamespace(_C=types.SimpleNamespace()), lambda: ended.append(calls))
+    autograd = types.SimpleNamespace(backward=lambda: None)
+    steps._watch_backward(autograd)
+    model = type("Model", (), {"parameters": lambda self: iter([1])})()
+    for calls in range(1, 200):  # two calls a step, as of a siamese network; inference from the 21st call on
+        steps._called(model)
+        if calls % 2 == 0 and calls <= 20:
+            autograd.backward()
+    assert ended == [1, 2, *range(3, 22, 2), *range(85, 200)]
+
+
 def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
     period = inside("recording").period
     assert period([10, 10, 10, 30] * 4) == 4
@@ -256,6 +269,26 @@ def test_calls_of_modules_become_the_slices_that_the_profiler_writes_with_stacks
     start, end = (found[0]["ts"], found[0]["ts"] + found[0]["dur"])
     assert start <= found[1]["ts"] and found[1]["ts"] + found[1]["dur"] <= end <= found[2]["ts"]
     assert found[0]["ts"] * 1000 + (base or 0) >= before - 1000
+
+
+def test_a_call_that_the_program_keeps_is_noted_too():
+    """As generate() does: it takes the model's call once, and makes all of its steps with it."""
+    torch = types.SimpleNamespace(nn=types.SimpleNamespace(Module=Module), _C=types.SimpleNamespace(), autograd=None)
+    steps = inside("steps").Steps(torch, lambda: None)
+    steps._watch_backward = steps._called = lambda one: None
+    steps.usual_call = Module.__call__
+    steps._watch_calls([Module])
+    kept = [Layer().__call__]
+    steps._forget_modules()
+    steps._watch_calls([Layer])
+    kept.append(Layer().__call__)
+    notes = inside("modules").Notes(torch, lambda: False, inside("steps").patched)
+    steps.noted = notes.start()
+    for each in (*kept, Layer()):
+        each(1)
+    notes.stop()
+    names = [one.__name__ for one in notes.calls[:: inside("modules").FIELDS]]
+    assert names == ["Module", "Layer"] * 3  # the inner one ends first
 
 
 def test_modules_are_left_out_of_a_trace_whose_clock_is_not_ours():
@@ -370,6 +403,28 @@ def test_a_program_that_makes_each_step_in_a_new_thread_is_told_so(tmp_path):
     found, traces = recorded(tmp_path, code)
     assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
     assert "each of its steps runs in a new thread" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_steps_of_several_threads_are_not_taken_for_those_of_one(tmp_path):
+    code = (
+        f"{LOOP.replace('optimizer =', '# ')}import threading, time\ndef serve():\n"
+        "    for i in range(600): model(torch.ones(2, 8)); time.sleep(0.001)\n"
+        "several = [threading.Thread(target=serve) for _ in range(3)]\n"
+        "for one in several: one.start()\nfor one in several: one.join()"
+    )
+    found, traces = recorded(tmp_path, code, "--continue")
+    (trace,) = traces.values()
+    assert set(calls_in_each_step(trace, "aten::linear")) != {0}
+    assert "other threads made" in found.stderr and "have one thread make all" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_program_whose_end_fails_after_its_recording_is_told_how_to_go_on(tmp_path):
+    code = f"{LOOP}try:\n    while True: {STEP}\nexcept SystemExit: sys.exit(3)"
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, len(traces)) == (3, 1)
+    assert "its end failed with status 3, which --continue avoids" in found.stderr and found.stderr.count("\n") == 1
 
 
 @pytest.mark.exhaustive

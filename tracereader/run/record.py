@@ -46,7 +46,7 @@ def main(argv=None):
     folder = Path(tempfile.mkdtemp(prefix="record-trace-"))
     try:
         status = _run(words, args, folder, out)
-        traces = tell(folder, status, not (args.no_modules or args.stacks))
+        traces = tell(folder, status, not (args.no_modules or args.stacks), args.go_on)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.read and traces:
@@ -182,11 +182,11 @@ def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
             return 0
 
 
-def tell(folder: Path, status: int, wants_modules: bool) -> list[str]:
+def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -> list[str]:
     """Say in one line what was recorded, or why nothing was, and return the traces.
 
     folder: what the processes of the program wrote. status: the program's. wants_modules: whether the trace should name
-    modules.
+    modules. goes_on: whether the program runs to its own end.
     """
     found = program.results(folder)
     traces = [one for one in found if one.get("trace")]
@@ -198,6 +198,10 @@ def tell(folder: Path, status: int, wants_modules: bool) -> list[str]:
         ranks = f" of each of {len(traces)} ranks" if len(traces) > 1 else ""
         names = traces[0]["trace"] if len(traces) == 1 else re.sub(r"rank\d+", "rank*", traces[0]["trace"])
         more = "" if first["steady"] else "; the steps never became steady"
+        if others := first.get("elsewhere"):
+            more += f"; other threads made {others} steps meanwhile: have one thread make all to record them, too"
+        if status and not goes_on:
+            more += f"; its end failed with status {status}, which --continue avoids"
         if wants_modules and not first["names_modules"]:
             more += "; modules are left out, because the trace has a clock of its own"
         _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; a step takes {times}{more}")
@@ -217,9 +221,13 @@ def _why(folder: Path, found: Sequence[dict], status: int) -> str:
             return one["why"]
         ended = f"failed with status {status}" if status > 0 else "ended"
         advice = "" if status else f"; {TOO_FEW}"
+        if others := one.get("elsewhere"):
+            advice = f"; other threads made {others} more, and the profiler follows one: have it make all steps"
         return f"the program {ended} after {one['steps']} steps, while {one['phase']}{advice}"
     if any(folder.glob("claim-*")):
         return f"the program was ended {_by(status)} before its steps were recorded"
+    if status:
+        return f"the program was ended {_by(status)} before its first step"
     return NO_STEP if (folder / "imported").exists() else "no process of the program imported torch"
 
 

@@ -12,6 +12,7 @@ STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady
 # A GPU's event costs the CPU about as much as a launch or two, so short steps share one: a step of 54 µs took 81 µs on
 # an H100 with an event of its own.
 EVENT_EACH_S, STEPS_AN_EVENT = 0.001, 50
+USUAL = 10  # steps, at least
 SHORTEST_S = 0.1  # forty steps of 50 µs are over before the caches are warm, and before a GPU's clocks are up
 
 
@@ -92,7 +93,8 @@ class Measuring:
         count, seconds = len(self.marks) - 1, time.perf_counter() - self.marks[0][0]
         if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self._without_others()):
             return True
-        most = self.most and count >= self.most and seconds >= SHORTEST_S
+        # Where fewer steps are asked for, they take less time, too.
+        most = self.most and count >= self.most and seconds >= SHORTEST_S * min(1.0, self.least / USUAL)
         if count >= max(self.least, self.stock) and (seconds >= self.seconds or most):
             return True
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time

@@ -30,6 +30,7 @@ class Notes:
         self.marks = []  # the profiler's last marks of a step: the ns between which each began, and the thread
 
     def start(self):
+        """Note each call of Module.__call__ from now on, and return what does that in its place."""
         call, note, is_compiling = self.torch.nn.Module.__call__, self.calls.extend, self.is_compiling
         now, thread = time.time_ns, threading.get_native_id
 
@@ -44,6 +45,7 @@ class Notes:
 
         __call__.__wrapped__ = call
         self.undo = self.patched(self.torch.nn.Module, "__call__", __call__)
+        return __call__
 
     def stop(self):
         if self.undo is not None:

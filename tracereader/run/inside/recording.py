@@ -189,11 +189,12 @@ class Recording:
         session = self.session
         steps = session.load("steps")
         self.notes = session.load("modules").Notes(self.torch, steps.is_compiling(self.torch), steps.patched)
-        session.steps.beneath(self.notes.start)
+        session.steps.noted = self.notes.start()
 
     def _end_notes(self):
         if self.notes is not None:
-            self.session.steps.beneath(self.notes.stop)
+            self.session.steps.noted = None
+            self.notes.stop()
             self.notes = None
 
     # A profiler of the program's own. Two at a time raise an error in the second one, which must not be the program's.

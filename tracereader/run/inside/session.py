@@ -47,6 +47,7 @@ class Session:
         self.settled = None  # whether this process leads, once that is known
         self.decisions = {}
         self.thread = None
+        self.elsewhere = 0  # steps in other threads than the one that is measured
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
         kind = self.load("recording").Recording if self.plan["mode"] == "record" else Timing
         self.work = kind(self)
@@ -120,6 +121,7 @@ class Session:
         if not self.claimed:
             return
         if threading.current_thread() is not self.thread:
+            self.elsewhere += 1
             self._left_alone()
             return
         if self.made is not None:
@@ -136,7 +138,8 @@ class Session:
         """Give up if the thread that made the first step has ended: the profiler records the thread that starts it."""
         if not self.thread.is_alive() and not self.result:
             self.why = (
-                "each of its steps runs in a new thread; the profiler can only follow a thread that makes them all"
+                "each of its steps runs in a new thread, and the profiler follows one thread; have one make all steps, "
+                "as a server without threads does"
             )
             self.write_result()
             self.finish()
@@ -232,6 +235,7 @@ class Session:
             "local_world_size": self.local_world_size,
             "pid": self.pid,
             "steps": self.work.steps,
+            "elsewhere": self.elsewhere,
             "kind": self.steps.kind,
             "why": self.why,
             "peak_bytes": torch.cuda.max_memory_allocated() if _on_gpu(torch) else None,

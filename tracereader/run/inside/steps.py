@@ -62,6 +62,8 @@ class Steps:
         self.classes, self.module_undo = set(), []
         self.module_calls = 0
         self.with_parameters = weakref.WeakKeyDictionary()
+        self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
+        self.since_backward = None  # calls of modules since the latest backward pass; None before the first one
 
         task = getattr(torch._C, "_current_graph_task_id", None)
         self.in_backward = (lambda: task() != -1) if task is not None else (lambda: False)
@@ -95,7 +97,8 @@ class Steps:
 
         __init__.__wrapped__ = make
         self._patch(kind, "__init__", __init__)
-        self._watch_modules(torch.nn.Module)
+        self.usual_call = torch.nn.Module.__call__
+        self._watch_calls([torch.nn.Module])
         self._watch_graphs(getattr(torch.cuda, "CUDAGraph", None))
 
     def stop(self):
@@ -125,18 +128,43 @@ class Steps:
 
     # Outermost calls of modules.
 
+    def _watch_calls(self, kinds):
+        for kind in kinds:
+            self._watch_modules(kind)
+        if kinds:
+            self._watch_backward(self.torch.autograd)
+
+    def _watch_backward(self, autograd):
+        backward = autograd.backward
+
+        @functools.wraps(backward)
+        def watched(*args, **kwargs):
+            result = backward(*args, **kwargs)
+            if self.since_backward is None:
+                self.modules = Turn()  # before the first backward pass each call counted
+            self.since_backward = 0
+            return result
+
+        frames = getattr(getattr(self.torch._C, "_dynamo", None), "eval_frame", None)
+        if hasattr(frames, "skip_code"):
+            frames.skip_code(watched.__code__)  # torch.compile would compile it where it breaks a graph
+        self.module_undo.append(self._patch(autograd, "backward", watched))
+
     def _watch_modules(self, kind):
         if kind in self.classes:
             return
         self.classes.add(kind)
         call, busy = kind.__call__, self.busy
+        is_usual = call is self.usual_call  # otherwise it calls the usual one itself
 
         def __call__(module, *args, **kwargs):
+            # A program may keep a module's call while it makes many steps, as generate() does.
+            run = (is_usual and self.noted) or call
             if getattr(busy, "inside", False):
-                return call(module, *args, **kwargs)
+                return run(module, *args, **kwargs)
             busy.inside = True
             try:
-                result = call(module, *args, **kwargs)
+                result = run(module, *args, **kwargs)
             finally:
                 busy.inside = False
             self._called(module)
@@ -173,6 +201,10 @@ class Steps:
         if has is None:
             has = self.with_parameters[module] = next(module.parameters(), None) is not None
         if has:
+            if self.since_backward is not None:
+                self.since_backward += 1
+                if 1 < self.since_backward <= WAIT_CALLS:
+                    return  # parameters are changed by hand: the first call after each backward pass ends a step
             ends = self.modules.ends(module)
         else:
             ends = self.parameterless.ends(module)
@@ -189,16 +221,7 @@ class Steps:
         turn = self.modules if self.modules.calls else self.parameterless
         kinds = {type(one) for one in turn.seen}
         self._forget_modules()
-        for kind in kinds:
-            self._watch_modules(kind)
-
-    def beneath(self, change):
-        """Call a function that patches modules' calls. It patches what our own watch of them calls."""
-        kinds = list(self.classes)
-        self._forget_modules()
-        change()
-        for kind in kinds:
-            self._watch_modules(kind)
+        self._watch_calls(kinds)
 
     # Replays of a CUDA graph that holds the whole step: nothing else of it is seen.
 
