@@ -331,9 +331,9 @@ def test_a_program_that_fails_in_its_third_step_fails_as_it_would_alone(tmp_path
 
 @pytest.mark.exhaustive
 def test_inference_goes_on_to_its_own_end_where_that_is_asked_for(tmp_path):
-    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(300): model(torch.ones(2, 8))\nprint(i)"
+    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(20_000): model(torch.ones(2, 8))\nprint(i)"
     found, traces = recorded(tmp_path, code.replace("optimizer =", "# "), "--continue", "--active", "3")
-    assert (found.returncode, found.stdout) == (0, "299\n"), found.stderr
+    assert (found.returncode, found.stdout) == (0, "19999\n"), found.stderr
     (trace,) = traces.values()
     assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1]
 
@@ -420,6 +420,14 @@ def test_steps_of_several_threads_are_not_taken_for_those_of_one(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_command_that_ends_before_its_steps_is_told_to_wait(tmp_path):
+    code = f"{LOOP}import time\nread, write = os.pipe()\nif os.fork(): os.read(read, 1); os._exit(0)\n"
+    found, traces = recorded(tmp_path, f"{code}{STEP}; os.write(write, b'x'); time.sleep(9)")
+    assert (found.returncode, traces) == (0, {})
+    assert "let it wait for that one" in found.stderr
+
+
+@pytest.mark.exhaustive
 def test_a_program_whose_end_fails_after_its_recording_is_told_how_to_go_on(tmp_path):
     code = f"{LOOP}try:\n    while True: {STEP}\nexcept SystemExit: sys.exit(3)"
     found, traces = recorded(tmp_path, code)
@@ -442,7 +450,7 @@ def test_a_thread_that_ends_while_it_is_recorded_ends_nothing_else(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
-    code = "import threading\ndef serve():\n    for i in range(300): model(torch.ones(2, 8))\n"
+    code = "import threading\ndef serve():\n    for i in range(20_000): model(torch.ones(2, 8))\n"
     code = f"{LOOP.replace('optimizer =', '# ')}{code}one = threading.Thread(target=serve); one.start(); one.join()"
     found, traces = recorded(tmp_path, f"{code}\nprint('end')", "--continue")
     assert (found.returncode, found.stdout) == (0, "end\n"), found.stderr

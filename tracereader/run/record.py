@@ -224,7 +224,9 @@ def _why(folder: Path, found: Sequence[dict], status: int) -> str:
         if others := one.get("elsewhere"):
             advice = f"; other threads made {others} more, and the profiler follows one: have it make all steps"
         return f"the program {ended} after {one['steps']} steps, while {one['phase']}{advice}"
-    if any(folder.glob("claim-*")):
+    if claims := list(folder.glob("claim-*")):
+        if any(Path("/proc", one.read_text()).exists() for one in claims):
+            return "the command has ended before the process that makes the steps; let it wait for that one"
         return f"the program was ended {_by(status)} before its steps were recorded"
     if status:
         return f"the program was ended {_by(status)} before its first step"

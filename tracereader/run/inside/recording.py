@@ -75,10 +75,13 @@ class Recording:
                 session.steps.narrow()
                 session.settle()
                 measuring.begin()
+                if session.local_world_size == 1 and session.made is None:
+                    session.quick = measuring.quick
         elif self.phase == "timing steps without the profiler":
             if session.leads and measuring.enough and not self._awaits_period():
                 session.decide("profile", self._count())
             if count := session.due("profile"):
+                session.quick = None
                 self.active = count
                 self.steps_us = measuring.finish()
                 self.period = period(self.steps_us)

@@ -47,6 +47,7 @@ class Session:
         self.settled = None  # whether this process leads, once that is known
         self.decisions = {}
         self.thread = None
+        self.quick = None  # takes the end of a step alone if it returns True
         self.elsewhere = 0  # steps in other threads than the one that is measured
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
         kind = self.load("recording").Recording if self.plan["mode"] == "record" else Timing
@@ -111,16 +112,19 @@ class Session:
     # Steps.
 
     def step_ended(self):
-        if self.over or os.getpid() != self.pid:
+        if self.over:
+            return
+        thread = threading.current_thread()
+        if self.quick is not None and thread is self.thread and self.quick():
             return
         if self.claimed is None:
-            self.thread = threading.current_thread()  # no number of it: a later thread may get the same one
+            self.thread = thread  # no number of it: a later thread may get the same one
             self.claimed = self.claim()
             if not self.claimed:
                 self.finish()
         if not self.claimed:
             return
-        if threading.current_thread() is not self.thread:
+        if thread is not self.thread:
             self.elsewhere += 1
             self._left_alone()
             return

@@ -22,17 +22,25 @@ class Turn:
     def __init__(self):
         self.seen = weakref.WeakKeyDictionary()  # object -> [calls, when it was first seen, its latest call]
         self.calls = 0
+        self.only = None, None  # a reference to the object that is called alone so far, and its entry
 
     def ends(self, one):
         """Count a call of this object, and return whether it ends a turn."""
         self.calls += 1
+        only, entry = self.only
+        if only is not None and only() is one:  # the usual case, which costs least
+            entry[0] += 1
+            entry[2] = self.calls
+            return True
         entry = self.seen.get(one)
         if entry is None:
             entry = self.seen[one] = [0, self.calls, 0]
         entry[0] += 1
         entry[2] = self.calls
         if len(self.seen) == 1:
+            self.only = weakref.ref(one), entry
             return True
+        self.only = None, None
         entries = list(self.seen.values())
         most = max(each[0] for each in entries)
         # One that has stopped being called, as in an earlier phase, ends no turn any more.
@@ -55,6 +63,7 @@ class Steps:
         self.undo = []
         self.optimizers, self.modules, self.parameterless, self.graphs = Turn(), Turn(), Turn(), Turn()
         self.replays = weakref.WeakKeyDictionary()  # since the last end of a step
+        self.replayed = False
         self.optimizers_made = 0
         self.waits = True  # for the optimizers to make a step
         self.began = time.monotonic()
@@ -114,10 +123,11 @@ class Steps:
         return back
 
     def _optimizer_stepped(self, one):
-        if _is_loader_worker():
-            return
-        self.replays.clear()
         if self.kind == "graph":
+            return
+        if self.replayed:
+            self._forget_replays()
+        if self.kind != "optimizer" and _is_loader_worker():
             return
         ends = self.optimizers.ends(one)
         if self.kind != "optimizer":
@@ -190,7 +200,8 @@ class Steps:
         ):
             return  # a call in backward computes a checkpoint's activations again
         self.module_calls += 1
-        self.replays.clear()
+        if self.replayed:
+            self._forget_replays()
         if (
             self.waits
             and self.optimizers_made
@@ -238,8 +249,13 @@ class Steps:
         replay.__wrapped__ = replay_it
         self._patch(kind, "replay", replay)
 
+    def _forget_replays(self):
+        self.replays.clear()
+        self.replayed = False
+
     def _replayed(self, graph):
         if self.kind != "graph":
+            self.replayed = True
             self.replays[graph] = self.replays.get(graph, 0) + 1
             if self.replays[graph] < REPLAYS:
                 return
