@@ -287,6 +287,11 @@ def test_the_order_is_that_of_the_predictions():
     assert keys[-2:] == ["compile", "compile_max_autotune"]  # each takes long, and only one can be made
 
 
+def test_inference_mode_is_not_tried_where_parameters_are_changed_by_hand():
+    applies = next(one.applies for one in all_candidates() if one.key == "inference_mode")
+    assert applies(Seen(modules=(MODEL,))) and not applies(Seen(modules=(MODEL,), backward=True))
+
+
 def test_each_key_that_a_change_names_can_be_tried():
     keys = {one.key for one in all_candidates()}
     named = candidates.following()

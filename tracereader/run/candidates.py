@@ -19,7 +19,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     Each object has its `line`, the line of the program that made or called it, and `through`, the line of a package
     that did it for the program. world_size: the number of processes that train together. workers: how many workers of a
-    DataLoader are tried.
+    DataLoader are tried. backward: whether there was a backward pass, as also where parameters are changed by hand.
     """
 
     modules: tuple[Place, ...] = ()
@@ -41,6 +41,7 @@ class Seen(msgspec.Struct, frozen=True):
     cudnn_benchmark: bool = False
     world_size: int = 1
     workers: int = 0
+    backward: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -48,7 +49,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     @property
     def trains(self) -> bool:
-        return bool(self.optimizers)
+        return bool(self.optimizers) or self.backward
 
     @property
     def is_half(self) -> bool:

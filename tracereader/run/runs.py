@@ -158,7 +158,14 @@ def run_once(
         tuple(number for one in first.get("outputs", ()) for number in one),
         first.get("applied", {}),
         first.get("refused", {}),
-        msgspec.convert({**first.get("seen", {}), "world_size": first.get("world_size", 1)}, Seen),
+        msgspec.convert(
+            {
+                **first.get("seen", {}),
+                "world_size": first.get("world_size", 1),
+                "backward": bool(first.get("losses")),
+            },
+            Seen,
+        ),
         first.get("trace") or "",
         first["steps"],
         first.get("stock", 0),

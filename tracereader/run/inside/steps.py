@@ -155,9 +155,7 @@ class Steps:
             self.since_backward = 0
             return result
 
-        frames = getattr(getattr(self.torch._C, "_dynamo", None), "eval_frame", None)
-        if hasattr(frames, "skip_code"):
-            frames.skip_code(watched.__code__)  # torch.compile would compile it where it breaks a graph
+        _keep_from_compiler(self.torch, watched.__code__)
         self.module_undo.append(self._patch(autograd, "backward", watched))
 
     def _watch_modules(self, kind):
@@ -336,6 +334,16 @@ def is_compiling(torch):
     if hasattr(compiler, "is_compiling"):
         return compiler.is_compiling
     return lambda: "torch._dynamo" in sys.modules and sys.modules["torch._dynamo"].is_compiling()
+
+
+def _keep_from_compiler(torch, code):
+    """Have torch.compile leave a function alone. It would compile it where it breaks a graph."""
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "skip_code"):  # of an older torch
+        frames.skip_code(code)
+    elif hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def _is_loader_worker():
