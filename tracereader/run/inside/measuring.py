@@ -15,7 +15,7 @@ EVENT_EACH_S, STEPS_AN_EVENT = 0.001, 50
 # So seldom it is asked whether enough steps are measured: that takes 10 µs where the program's work fills the caches.
 ASKED_EACH_S = 0.002
 USUAL = 10  # steps, at least
-SHORTEST_S = 0.1  # forty steps of 50 µs are over before the caches are warm, and before a GPU's clocks are up
+SHORTEST_S = 0.1  # on a GPU: forty steps of 50 µs are over before its clocks are up
 
 
 class Measuring:
@@ -101,7 +101,8 @@ class Measuring:
         if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self._without_others()):
             return True
         # Where fewer steps are asked for, they take less time, too.
-        most = self.most and count >= self.most and seconds >= SHORTEST_S * min(1.0, self.least / USUAL)
+        shortest = SHORTEST_S * min(1.0, self.least / USUAL) if self.timed_by_gpu else 0.0
+        most = self.most and count >= self.most and seconds >= shortest
         if count >= max(self.least, self.stock) and (seconds >= self.seconds or most):
             return True
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
