@@ -101,12 +101,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
         return None
     of_the_model = _of_the_model(case)
-    fusable = [
-        (work, one, op)
-        for work, one, op in of_the_model
-        if one.family in FUSABLE and work.kind != "memset"
-        and not (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
-    ]  # fmt: skip
+    fusable = [entry for entry in of_the_model if _is_fusable(entry)]
     in_norms = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
     if saves_calls and in_norms >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable):
         saves_calls = False
@@ -307,6 +302,13 @@ def _of_the_model(case: Case) -> list[Entry]:
         # What DDP or FSDP asks for is not compiled with the model.
         and not (wrapped and op is not None and any(above.name.startswith(WRAPPERS) for above in op.above()))
     ]
+
+
+def _is_fusable(entry: Entry) -> bool:
+    """Return whether an activity of the model is of the kinds that torch.compile fuses."""
+    work, one, _ = entry
+    of_cudnn = one.family == "copy" and one.maker.startswith("cuDNN")  # its convolutions' own layout conversions
+    return one.family in FUSABLE and work.kind != "memset" and not of_cudnn
 
 
 def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:

@@ -12,6 +12,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, type_of
 from tracereader.figures.avoidable import cloned_inputs
 from tracereader.figures.decoding import expanded
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import in_backward
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay import with_durations, without_ops, without_work
@@ -44,8 +45,7 @@ LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of image
 def _follows_align_shapes(before: Side, after: Side) -> bool:
     """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (single_products(side) for side in (before, after))
-    sizes = [[(one.product.m, one.product.k, one.product.n) for one in some] for some in (was, now)]
-    odd = [sum(any(size % 8 and size > 64 for size in each) for each in some) for some in sizes]
+    odd = [sum(map(_is_odd, some)) for some in (was, now)]
     if not was and not now:  # without shapes, the kernels' names show the alignment
         odd = [sum(UNALIGNED.search(one.name) is not None for one in heavy(side)) for side in (before, after)]
         return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_products(before, after)
@@ -55,6 +55,10 @@ def _follows_align_shapes(before: Side, after: Side) -> bool:
 @change("pad dimensions to a multiple of 8", "the rate of a good product in bf16", followed=_follows_align_shapes)
 def align_shapes(case: Case) -> Proposal | None:
     return (_by_shapes(case) or _by_kernels_names(case)) if case.could_gain(("GEMM",)) else None
+
+
+def _is_odd(one: GpuWork) -> bool:
+    return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))
 
 
 def _by_kernels_names(case: Case) -> Proposal | None:

@@ -323,9 +323,7 @@ def few_blocks(summary: Summary) -> Verdict:
     if not summary.source.sms:
         return Verdict(None, "the number of multiprocessors is not known")
     by_grid = Counter()
-    long = (one for one in summary.gpu_work if one.kind == "kernel" and one.us >= LONG_US)
-    long = (one for one in long if one.family != "communication" and one.grid is not None)
-    found = [one for one in long if 0 < math.prod(one.grid) < summary.source.sms / 2]
+    found = [one for one in summary.gpu_work if _has_few_blocks(one, summary.source.sms)]
     for one in found:
         by_grid[one.name, math.prod(one.grid)] += one.us
     us = by_grid.total()
@@ -335,6 +333,11 @@ def few_blocks(summary: Summary) -> Verdict:
     few = f"{counted(len(found), 'kernel')} with fewer blocks than half of the {summary.source.sms} multiprocessors"
     costliest = f"the costliest is {short(name, 40)}, with {counted(blocks, 'block')}"
     return Verdict(True, f"{few}: {words.part_of(us, summary.summed_us)} of GPU work; {costliest}")
+
+
+def _has_few_blocks(one: GpuWork, sms: int) -> bool:
+    is_long = one.kind == "kernel" and one.family != "communication" and one.us >= LONG_US
+    return is_long and one.grid is not None and 0 < math.prod(one.grid) < sms / 2
 
 
 def near_the_peaks(summary: Summary) -> str:
