@@ -26,12 +26,12 @@ from pairs.record import step_us  # noqa: E402
 
 from tracereader.changes import ranks as rank_changes  # noqa: E402
 from tracereader.changes.catalogue import checked, opportunities  # noqa: E402
+from tracereader.command import DEFAULT_LIMIT  # noqa: E402
 from tracereader.figures import summarize  # noqa: E402
 from tracereader.replay import Refused  # noqa: E402
 from tracereader.show.ranks import opened  # noqa: E402
 from tracereader.show.view import View  # noqa: E402
 from tracereader.trace import read  # noqa: E402
-from tracereader.trace.document import DEFAULT_LIMIT  # noqa: E402
 
 WITHIN = 0.3  # of the measured step
 PROMISED, KEPT = 0.05, 0.02  # a promised saving of the step, and what is less than nothing worth mentioning

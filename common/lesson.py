@@ -110,8 +110,8 @@ def _header(run: Run) -> None:
 
 def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
     """Print the report of all ranks whose traces are here, then the predictions against this rank's trace."""
+    from tracereader.command import DEFAULT_LIMIT
     from tracereader.show import merged, page, perfetto, ranks, report
-    from tracereader.trace.document import DEFAULT_LIMIT
 
     out = console()
     out.print()

@@ -17,13 +17,13 @@ from tracereader.changes import (
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.catalogue import CHANGES, opportunities
 from tracereader.changes.opportunity import Opportunity
+from tracereader.command import DEFAULT_LIMIT
 from tracereader.figures import summarize
 from tracereader.findings.finding import in_one_unit
 from tracereader.replay import Refused
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
-from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.two_runs import compare
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -97,12 +97,12 @@ def a_committed_trace_is_read_once_for_several_reports():
 
     from tracereader import cli
     from tracereader.changes import ranks as rank_changes
+    from tracereader.command import DEFAULT_LIMIT
     from tracereader.figures import reading
     from tracereader.show import as_json, comparison, page, report
     from tracereader.show.page import compared
     from tracereader.show.view import View
     from tracereader.trace import StepsBy, TraceError
-    from tracereader.trace.document import DEFAULT_LIMIT
 
     references.opened.cache_clear()
     # What is there by now stays: without this, each collection that the reader asks for looks through torch, too.

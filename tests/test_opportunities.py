@@ -26,6 +26,7 @@ from tracereader.changes.graphs import cuda_graph
 from tracereader.changes.layout import layout_copies
 from tracereader.changes.opportunity import Opportunity, Proposal, priced
 from tracereader.changes.waits import remove_sync
+from tracereader.command import DEFAULT_LIMIT
 from tracereader.figures import summarize
 from tracereader.findings import ranks
 from tracereader.replay import Refused, graph_of, with_durations
@@ -33,7 +34,6 @@ from tracereader.replay import recorded as graph_module
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
-from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.labels import ACCUMULATES
 
 TESTS = Path(__file__).resolve().parent / "traces"

@@ -17,11 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 
+from tracereader.command import DEFAULT_LIMIT
 from tracereader.interrupts import raised
 from tracereader.show import tracks
 from tracereader.show.text import console, paragraph, plain, shown_path
 from tracereader.trace import TraceError
-from tracereader.trace.document import DEFAULT_LIMIT, opened
+from tracereader.trace.document import opened
 
 ORIGIN = "https://ui.perfetto.dev"
 # Seconds to wait for a click on the page, and after it for Perfetto's answer.

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tracereader import progress
 from tracereader.changes import ranks as rank_changes
-from tracereader.command import BadInput, is_url
+from tracereader.command import DEFAULT_LIMIT, BadInput, is_url
 from tracereader.figures import reading
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined, median_rate
@@ -27,7 +27,6 @@ from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns
 from tracereader.show.view import View
 from tracereader.trace import STEP
-from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.grouped import grouped
 
 SECTIONS = ("short", "try", "gpu", "steps", "work", "lanes")

@@ -13,7 +13,7 @@ from rich.console import Console
 from tracereader import progress
 from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
-from tracereader.command import BadInput, printable
+from tracereader.command import DEFAULT_LIMIT, BadInput, printable
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
@@ -40,7 +40,6 @@ from tracereader.show.text import Name, capitalized, head, paragraph, percent, p
 from tracereader.show.view import View, others, summed
 from tracereader.trace import STEP, Step, Trace, TraceError
 from tracereader.trace.capture import read_with_captures
-from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import cut, labels
 from tracereader.trace.labels import INDUCTORS_CALL
 

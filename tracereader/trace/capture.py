@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from tracereader import progress
+from tracereader.command import DEFAULT_LIMIT
 from tracereader.trace import families
-from tracereader.trace.document import DEFAULT_LIMIT, in_folder
+from tracereader.trace.document import in_folder
 from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.marks import StepsBy

@@ -20,7 +20,6 @@ from typing import BinaryIO, Generic, Literal, TypeVar
 import msgspec
 
 from tracereader import progress
-from tracereader.command import DEFAULT_LIMIT as DEFAULT_LIMIT
 from tracereader.command import NONE_IN_FOLDER, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace

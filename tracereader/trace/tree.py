@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 
 from tracereader import progress
+from tracereader.command import DEFAULT_LIMIT
 from tracereader.trace import marks as marked
 from tracereader.trace import processes, slices
 from tracereader.trace.backends import backend_of, only_waits
 from tracereader.trace.decoded import decoded, decoded_as
-from tracereader.trace.document import DEFAULT_LIMIT, KINDS, MISSING, NO_SLICES, Document, Event, TraceError, load
+from tracereader.trace.document import KINDS, MISSING, NO_SLICES, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
