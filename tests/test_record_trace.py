@@ -27,6 +27,8 @@ model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 """
 STEP = "model(torch.ones(2, 8)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
+# Other programs do not make such a step half as long again. Slow steps at equal distances would be recorded, too.
+LONG_STEP = f"{STEP}; __import__('time').sleep(0.05)"
 ENDLESS = "count = 0\nwhile count < 100_000:\n    count += 1\n    "
 
 
@@ -304,7 +306,7 @@ def test_modules_are_left_out_of_a_trace_whose_clock_is_not_ours():
 
 
 def test_a_training_loop_is_recorded_and_ended(tmp_path):
-    code = f"{LOOP}import atexit\natexit.register(print, 'cleaned up')\n{ENDLESS}{STEP}\nprint('never')"
+    code = f"{LOOP}import atexit\natexit.register(print, 'cleaned up')\n{ENDLESS}{LONG_STEP}\nprint('never')"
     found, traces = recorded(tmp_path, code, "--read")
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("cleaned up\n") and "never" not in found.stdout
@@ -461,7 +463,7 @@ def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
 @pytest.mark.exhaustive
 def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
     code = f"{LOOP}torch.distributed.init_process_group('gloo')\n"
-    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{STEP}"
+    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
     assert found.returncode == 0, found.stderr
@@ -477,7 +479,7 @@ def test_the_workers_of_a_loader_are_not_recorded(how, tmp_path):
         "    def __getitem__(self, i): return torch.nn.Linear(8, 8)(torch.ones(8)).detach()\n"
         f"if __name__ == '__main__':\n    {LOOP.strip().replace(chr(10), chr(10) + '    ')}\n"
         "    loader = torch.utils.data.DataLoader(Data(), 2, num_workers=2, "
-        f"multiprocessing_context='{how}')\n    for x in loader:\n        {STEP.replace('torch.ones(2, 8)', 'x')}"
+        f"multiprocessing_context='{how}')\n    for x in loader:\n        {LONG_STEP.replace('torch.ones(2, 8)', 'x')}"
     )
     found, traces = recorded(tmp_path, code)
     assert found.returncode == 0 and len(traces) == 1, found.stderr
