@@ -28,9 +28,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from common import screen
+from common.distributed import place
 from common.flags import UNPROFILED_STEPS, profiled_flags, tag_of
 from common.publish import finish_trace, published
-from common.speed import measured_roofs, synchronize, threads_us
+from common.speed import measured_roofs, steady_threads, synchronize
 from tracereader.command import BadInput, RunFailed
 from tracereader.trace.facts import RunFacts, as_stored
 
@@ -65,6 +66,7 @@ class Run:
     smaller: dict[str, int]  # flags that took a smaller default because this run is on a CPU
     rank: int = 0
     ranks: tuple[Path, ...] = ()  # the traces of all ranks, if they write to one folder
+    threads: dict[str, float] | None = None  # see steady_threads()
 
 
 def prepare(args, predictions: Callable[..., Iterable] = lambda args: ()):
@@ -83,6 +85,8 @@ def prepare(args, predictions: Callable[..., Iterable] = lambda args: ()):
     torch.manual_seed(args.seed)
     if device.type == "cpu":
         args = replace(args, **args.on_cpu)
+        if not place():  # ranks share the cores, and would disturb each other's measurement
+            steady_threads()
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
     return replace(settled, predictions=tuple(predictions(settled)))
@@ -294,7 +298,6 @@ def save(
     run_id = args.ranks.run_id if args.ranks else secrets.token_hex(8)
     known = {"first_call_s": steps.first_call_s, "unprofiled_step_us": steps.unprofiled_us}
     known |= {"peak_bytes": peak_bytes, "relative_error": error, "roofs": _roofs(args)}
-    known["threads"] = threads_us() if args.device.type == "cpu" and not args.ranks else None
     lesson = as_stored(_run_facts(args, run_id, known | (facts or {})))
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:
@@ -328,6 +331,7 @@ def save(
         smaller=args.on_cpu if args.device.type == "cpu" else {},
         rank=args.ranks.rank if args.ranks else 0,
         ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
+        threads=steady_threads() if args.device.type == "cpu" and not args.ranks else None,
     )
 
 

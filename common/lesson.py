@@ -15,7 +15,7 @@ from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
 from common.publish import out_refused, require_writable, run_of
 from tracereader.command import command
-from tracereader.findings.finding import counted, size
+from tracereader.findings.finding import counted, duration, size
 from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
 from tracereader.show.view import View
 
@@ -106,6 +106,13 @@ def _header(run: Run) -> None:
     if run.smaller:
         taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.smaller.items())
         paragraph(out, f"This run is smaller because it is on a CPU: {taken}")
+    if run.threads and run.threads["used"] < run.threads["count"]:
+        paragraph(
+            out,
+            f"Other programs use the cores: a small operation takes {duration(run.threads['us'])} on "
+            f"{run.threads['count']} CPU threads and {duration(run.threads['one_us'])} on one. So this run uses "
+            f"{run.threads['used']}. OMP_NUM_THREADS={run.threads['count']} keeps all {run.threads['count']}",
+        )
 
 
 def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:

@@ -1,6 +1,7 @@
 """The speed of this machine: the best time of a call, the measured peaks, and whether threads compete."""
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from common.memory import free_bytes
 
 # A slow machine gets fewer rounds: measuring stops after LONG_S seconds, or when a call takes LONG_US.
 LONG_S, LONG_US = 2.0, 1e5
+ELEMENTS_OF_A_THREAD = 32768  # at::internal::GRAIN_SIZE: torch gives a thread no less of an elementwise operation
+# On idle cores several threads fill a tensor as fast as one or faster. Beside busy loops they take 200 times as long.
+COMPETE, MARGIN_US = 3, 100
 
 
 def synchronize(device: torch.device) -> None:
@@ -37,34 +41,40 @@ def best_us(fn: Callable, device: torch.device) -> float:
     return min(times[1:])
 
 
-def threads_us() -> dict[str, float] | None:
-    """Return the time (µs) of a small product on all of torch's CPU threads and on one; None if torch has only one.
+@functools.cache
+def steady_threads() -> dict[str, float] | None:
+    """Halve the number of torch's CPU threads until they do not wait for each other; done once per process.
 
-    It is the mean of some calls with a pause before each, because a call that follows at once finds all threads awake.
-    Beside another program a part of the calls then waits several ms for a core.
+    Beside another program a part of the calls waits several ms for a core. A number in OMP_NUM_THREADS stays, because
+    the user chose it. Returns count (of the threads before), us (of a small operation on all of them), used (the number
+    of threads now) and one_us (of that operation on one thread); None if torch has one thread.
     """
-    count = torch.get_num_threads()
+    count = used = torch.get_num_threads()
     if count == 1:
         return None
-    one, other = torch.ones(64, 64), torch.ones(64, 64)
+    one_us = _fill_us(1, count)
+    all_us = us = _fill_us(count, count)
+    while used > 1 and us > COMPETE * one_us + MARGIN_US and not os.environ.get("OMP_NUM_THREADS"):
+        used //= 2
+        us = _fill_us(used, count)
+    return {"count": count, "us": all_us, "used": used, "one_us": one_us}
 
-    def mean_us() -> float:
-        times = []
-        for _ in range(16):
-            time.sleep(0.001)
-            start = time.perf_counter()
-            torch.mm(one, other)
-            times.append((time.perf_counter() - start) * 1e6)
-        return mean(times[1:])
 
-    with torch.no_grad():
-        all_us = mean_us()
-        torch.set_num_threads(1)
-        try:
-            one_us = mean_us()
-        finally:
-            torch.set_num_threads(count)
-    return {"count": count, "us": all_us, "one_us": one_us}
+def _fill_us(threads: int, count: int) -> float:
+    """Set the number of threads, and return the mean µs in which they fill a tensor that has work for `count` threads.
+
+    A pause before each call lets the threads fall asleep. A call that follows at once finds all of them awake. The two
+    longest calls are left out, because a machine at rest also has something else to do at times.
+    """
+    numbers = torch.empty(count * ELEMENTS_OF_A_THREAD)
+    torch.set_num_threads(threads)
+    times = []
+    for _ in range(17):
+        time.sleep(0.001)
+        start = time.perf_counter()
+        numbers.fill_(1.0)
+        times.append((time.perf_counter() - start) * 1e6)
+    return mean(sorted(times[1:])[:-2])
 
 
 @dataclass(frozen=True)

@@ -101,28 +101,6 @@ def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
     assert not busy or said.startswith("the matrix products are far slower than the best rates that this run measured")
 
 
-THREADS = {"count": 2, "us": 6_400.0, "one_us": 10.3}
-
-
-@pytest.mark.parametrize(("threads", "us", "busy"), [
-    (THREADS, 7_000, True),
-    (THREADS, 60, False),  # the steps themselves had the cores
-    (THREADS | {"us": 15.0}, 7_000, False),
-    (THREADS | {"us": 1_150.0}, 7_000, False),  # twenty times as long, and 1 ms more
-    (None, 7_000, False),
-])  # fmt: skip
-def test_threads_that_compete_are_said_before_the_figures(tmp_path, capsys, threads, us, busy):
-    facts = {"threads": threads} if threads else {}
-    trace = steps(tmp_path, us, us + 5, us + 10, lesson={"script": "01_matmul_add", "flags": {}, "facts": facts})
-    assert cli.main([str(trace)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    warned = (
-        "warning the 2 CPU threads compete with other programs: a product of 64 x 64 matrices takes 6.4 ms on all of "
-        "them and 10.3 µs on one. Stop other programs (top shows them) or set OMP_NUM_THREADS=1, and profile again."
-    )
-    assert said.partition("CPU only.")[0].count(warned) == said.count("warning") == busy
-
-
 def test_a_comparison_with_a_disturbed_run_says_so(tmp_path, capsys):
     """The first run is disturbed; the second one, of the same calls, is not."""
     disturbed = steps(tmp_path, 27_846, 179, 27_898)
@@ -150,17 +128,45 @@ def test_committed_traces_are_of_machines_at_rest(path):
         assert busy_machine(measured(path)) is None
 
 
-def test_the_threads_of_a_run_are_measured_and_kept():
+@pytest.mark.parametrize(
+    ("us", "chosen", "used"),
+    [
+        ({8: 12_000.0, 4: 9_000.0, 2: 14.0, 1: 17.0}, "", 2),  # halved until they no longer wait
+        ({8: 12_000.0, 4: 9_000.0, 2: 5_000.0, 1: 17.0}, "", 1),
+        ({8: 12.0, 1: 17.0}, "", 8),
+        ({8: 150.0, 1: 17.0}, "", 8),  # nine times as long, but only by the time that a thread takes to wake up
+        ({8: 12_000.0, 1: 17.0}, "8", 8),  # OMP_NUM_THREADS
+    ],
+)
+def test_threads_that_wait_for_each_other_become_fewer(monkeypatch, us, chosen, used):
     torch = pytest.importorskip("torch")
-    from common.speed import threads_us
+    from common import speed
+
+    now = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: now.__setitem__(0, count))
+    monkeypatch.setattr(speed, "_fill_us", lambda threads, count: torch.set_num_threads(threads) or us[threads])
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    found = speed.steady_threads.__wrapped__()
+    assert found == {"count": 8, "us": us[8], "used": used, "one_us": 17.0} and now == [used]
+
+
+def test_one_thread_is_not_measured(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from common import speed
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert speed.steady_threads.__wrapped__() is None
+
+
+def test_the_time_of_a_number_of_threads_is_measured():
+    torch = pytest.importorskip("torch")
+    from common.speed import _fill_us
 
     count = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        found = threads_us()
-        assert torch.get_num_threads() == found["count"] == 2 and min(found["us"], found["one_us"]) > 0
-        torch.set_num_threads(1)
-        assert threads_us() is None
+        assert _fill_us(2, 2) > 0 and torch.get_num_threads() == 2
+        assert _fill_us(1, 2) > 0 and torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(count)
 

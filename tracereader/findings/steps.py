@@ -270,18 +270,7 @@ def busy_machine(summary: Summary) -> str | None:
     """Return a sentence on why other programs probably used the cores, with advice; None without a sign of that."""
     if summary.waits_for not in ("cpu-only", "overhead"):
         return None
-    return _competing_threads(summary) or _uneven_steps(summary) or _slow_products(summary)
-
-
-def _competing_threads(summary: Summary) -> str | None:
-    found = summary.source.facts.threads
-    if found is None or found.us < FAR_SLOWER * found.one_us + MARGIN_US or summary.recorded_step_us < found.us / 2:
-        return None
-    return (
-        f"the {found.count:,} CPU threads compete with other programs: a product of 64 x 64 matrices takes "
-        f"{duration(found.us)} on all of them and {duration(found.one_us)} on one. Stop other programs (top shows "
-        "them) or set OMP_NUM_THREADS=1, and profile again."
-    )
+    return _uneven_steps(summary) or _slow_products(summary)
 
 
 def _cores_in_use(summary: Summary) -> str:

@@ -25,14 +25,6 @@ class Roofs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gb_s: Amount
 
 
-class Threads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The mean time (µs) of a product of 64 x 64 matrices after a run: on all `count` CPU threads, and on one."""
-
-    count: Count
-    us: Amount
-    one_us: Amount
-
-
 class AttentionFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The attention that a step computes. refused: torch's reasons against other SDPA backends, by backend."""
 
@@ -97,7 +89,6 @@ class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_bytes: Count | None = None
     relative_error: float | None = None
     roofs: Roofs | None = None
-    threads: Threads | None = None
     layers: tuple[str, ...] = ()
     attention: AttentionFacts | None = None
     decoding: ModelFacts | None = None
