@@ -793,6 +793,52 @@ def test_an_opportunity_zooms_to_its_kernels_and_so_does_its_link(chromium, page
         assert view(shown(chromium, page, f"#change={one['change']}")) == (start, end)
 
 
+def test_a_track_shows_what_each_proposed_change_concerns(chromium, pages):
+    """Of each row, the last line of pixels is colored where GPU work of these names is, or a step."""
+    from selenium.webdriver import ActionChains
+
+    page = pages(TRAINING)
+    changes = json.loads(block(page, "figures"))["opportunities"]["found"]
+    described, columns = unpacked(page)
+    starts, first = starts_of(described, columns), described["first_work"]
+    browser = shown(chromium, page)
+    start, end = view(browser)
+    drawing = (ROOT / "tracereader/show/page/js/draw.js").read_text()
+    row, header, axis = map(int, re.search(r"ROW = (\d+), HEADER = (\d+), AXIS = (\d+)", drawing).groups())
+    wide = browser.execute_script("return document.getElementById('canvas').width")
+    ratio = browser.execute_script("return devicePixelRatio")
+    drawn = 0
+    for place, change in enumerate(changes):
+        y = int((axis + header + place * row + row - 3) * ratio)
+        data = browser.execute_script(
+            "const all = document.getElementById('canvas').getContext('2d').getImageData(0, arguments[0],"
+            " arguments[1], 1).data; return [...Array(arguments[1]).keys()].map(x => all[4 * x + 2])", y, wide,
+        )  # fmt: skip
+        spans = [(one["start"], one["end"]) for one in described["steps"]]
+        if change["kernels"]:
+            spans = [
+                (starts[at], starts[at] + columns["dur"][at])
+                for at in range(first, first + described["work"])
+                if described["names"][columns["name"][at]] in change["kernels"]
+            ]
+        scale = wide / (end - start)
+        pixels = [((one - start) * scale, (other - start) * scale) for one, other in spans]
+        inside = {x for one, other in pixels for x in range(int(one) + 1, int(other) - 1)}
+        beside = set(range(wide)) - {x for one, other in pixels for x in range(int(one) - 2, int(other) + 3)}
+        colors = {data[x] for x in inside if 0 <= x < wide}
+        assert not colors & {data[x] for x in beside}
+        assert len(colors) <= 2, "the color, and the color where a step begins"
+        drawn += len(colors)
+    assert drawn and len(changes) > 1
+
+    canvas = browser.find_element("id", "canvas")
+    browser.execute_script("document.getElementById('canvas').scrollIntoView({block: 'center'})")
+    y = axis + header + row + row / 2 - canvas.size["height"] / 2
+    ActionChains(browser).move_to_element_with_offset(canvas, 0, int(y)).click().perform()
+    settled(browser)
+    assert f"change={changes[1]['change']}" in browser.execute_script("return location.hash")
+
+
 def test_a_link_opens_at_its_place(chromium, pages):
     browser = shown(chromium, pages(TRAINING), "#view=20000.00_24000.00&at=kernels")
     assert view(browser) == (20e6, 24e6)

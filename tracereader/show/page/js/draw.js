@@ -14,6 +14,7 @@ class Painter {
   constructor(canvas, slices) {
     this.canvas = canvas;
     this.slices = slices;
+    this.proposed = [];
     this.context = canvas.getContext("2d", {alpha: false});
     this.repaint();
   }
@@ -38,6 +39,7 @@ class Painter {
     const {slices} = this, bands = [];
     let y = 0;
     const add = band => { bands.push({...band, y}); y += band.height; };
+    if (this.proposed.length) add({kind: "proposed", height: HEADER + this.proposed.length * ROW + GAP});
     let gpuSeen = false;
     for (const track of slices.tracks) {
       if (track.group === "GPU" && !gpuSeen) {
@@ -90,6 +92,7 @@ class Painter {
       if (band.y + band.height < state.scroll || band.y > state.scroll + this.viewHeight) continue;
       if (band.kind === "track") this.track(band, state);
       else if (band.kind === "idle") this.idle(band);
+      else if (band.kind === "proposed") this.proposals(band);
       else this.memory(band);
     }
     this.arrows(state);
@@ -246,6 +249,28 @@ class Painter {
     }
   }
 
+  // Draws what each proposed change concerns. Spans that touch within a pixel are drawn as one.
+  proposals(band) {
+    const {context, paint, view} = this, scale = this.width / (view.to - view.from);
+    this.header(band, "what to try first: the work that each change concerns");
+    this.proposed.forEach(({change, spans}, place) => {
+      const y = band.y + HEADER + place * ROW;
+      context.fillStyle = paint.accent;
+      context.globalAlpha = 0.4;
+      let drawn = 0;
+      for (const {start, dur} of spans) {
+        const from = Math.max(drawn, (start - view.from) * scale), to = (start + dur - view.from) * scale;
+        if (from > this.width) break;
+        if (to <= from) continue;
+        drawn = Math.max(from + 1, to);
+        context.fillRect(from, y, drawn - from, ROW - 2);
+      }
+      context.globalAlpha = 1;
+      context.fillStyle = paint.ink;
+      context.fillText(`${place + 1}. ${change.title}`, 8, y + ROW / 2 - 1);
+    });
+  }
+
   memory(band) {
     const {context, paint} = this, {points, device, events, each} = band.memory, y = band.y + HEADER;
     const most = largest(points.filter((_, place) => place % 2), 1);
@@ -378,7 +403,7 @@ class Painter {
     }
   }
 
-  // Returns the object at a point of the canvas: {slice}, {step}, {track} (its header), {gap} or nothing.
+  // Returns the object at a point of the canvas: {slice}, {step}, {track} (its header), {gap}, {change} or nothing.
   at(x, y, scroll) {
     const {slices} = this, moment = this.moment(x), near = 3 * (this.view.to - this.view.from) / this.width;
     if (y < AXIS) return {step: slices.stepAt(moment)};
@@ -389,6 +414,7 @@ class Painter {
       const depth = Math.floor((inside - band.y - HEADER) / ROW);
       return depth < band.drawn ? {slice: slices.at(band.track.rows[depth], moment, near)} : {};
     }
+    if (band.kind === "proposed") return {change: this.proposed[Math.floor((inside - band.y - HEADER) / ROW)]?.change};
     return band.kind === "idle" ? {gap: this.gapAt(moment)} : {};
   }
 

@@ -48,7 +48,11 @@ function tracePage(data, root) {
 
   withTimeline(data, place, {
     note: "These are all slices that the reader keeps, without the frames of Python functions. Idle gaps are colored by cause, GPU activities by family.",
-    showKernel, ready: made => { timeline = made; applyAddress(); },
+    showKernel, ready: made => {
+      timeline = made;
+      if (data.head.gpu) timeline.propose(data.opportunities.found, one => pickChange(one, false));
+      applyAddress();
+    },
   });
 
   function applyAddress() {

@@ -1,4 +1,4 @@
-// The timeline: zoom and pan, selection, search, and jumps to steps.
+// The timeline: zoom and pan, selection, search, jumps to steps, and a track of the proposed changes.
 
 const TALLEST = 640, TALLEST_ON_PAPER = 900, WIDE_ON_PAPER = 720, LEAST_NS = 40;
 const KEYS = "W and S zoom, A and D pan, Shift and a drag sum up a range, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
@@ -42,6 +42,23 @@ class Timeline {
         button("+", "zoom in (W)", () => this.zoom(0.5)), button("−", "zoom out (S)", () => this.zoom(2)),
         button("all", "show the whole trace (F)", () => this.show(this.whole))),
       this.frame, this.told);
+  }
+
+  // Adds a track with a row for each proposed change: the slices of its kernels, or the steps without any.
+  // pick(change): called with the change whose row the user selects.
+  propose(changes, pick) {
+    this.onPick = pick;
+    this.painter.proposed = changes.map(change => ({change, spans: this.spansOf(change.kernels)}));
+    this.fit();
+  }
+
+  // Returns the starts and durations of the GPU work with these names, by start.
+  spansOf(names) {
+    const {slices} = this, wanted = new Set(names), spans = [];
+    if (!names.length) return slices.steps.map(({start, end}) => ({start, dur: end - start}));
+    for (let one = slices.first_work; one < slices.first_work + slices.work; one++)
+      if (wanted.has(slices.nameOf(one))) spans.push({start: slices.start[one], dur: slices.dur[one]});
+    return spans.sort((a, b) => a.start - b.start);
   }
 
   listen() {
@@ -225,8 +242,9 @@ class Timeline {
     this.pointers.delete(event.pointerId);
     if (this.state.range) this.onRange(this.state.range);
     if (this.moved > 4) return;
-    const {slice, step, track} = this.painter.at(event.offsetX, event.offsetY, this.state.scroll);
-    if (track) {
+    const {slice, step, track, change} = this.painter.at(event.offsetX, event.offsetY, this.state.scroll);
+    if (change) this.onPick(change);
+    else if (track) {
       track.folded = !track.folded && track.rows.length > 1;
       this.fit();
     } else if (step) this.goTo(this.slices.steps.indexOf(step));
@@ -234,14 +252,15 @@ class Timeline {
   }
 
   hoverOn(found, x, y) {
-    const {slices, tip} = this, one = found?.slice ?? null, gap = found?.gap;
+    const {slices, tip} = this, one = found?.slice ?? null, gap = found?.gap, change = found?.change;
     if (one !== this.state.hover) {
       this.state.hover = one;
       this.draw();
     }
-    tip.hidden = one === null && !gap;
+    tip.hidden = one === null && !gap && !change;
     if (tip.hidden) return;
-    tip.textContent = gap ? `${gap.title} · ${time(gap.dur / 1e3)}`
+    tip.textContent = change ? `${change.title}: click to show ${change.kernels.length ? "its kernels" : "the step"}`
+      : gap ? `${gap.title} · ${time(gap.dur / 1e3)}`
       : `${cut(slices.shownName(one), 90)} · ${time(slices.dur[one] / 1e3)}`;
     tip.style.left = `${Math.max(0, Math.min(x + 12, this.painter.width - tip.offsetWidth - 4))}px`;
     tip.style.top = `${y + 18}px`;
