@@ -128,32 +128,33 @@ def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> N
     return Noise(share, freedom, min(share, trimmed))
 
 
-def saving(pairs: Sequence[tuple[float, float, int]], noise: Noise) -> Saving:
+def saving(pairs: Sequence[tuple[Sequence[float], float]], noise: Noise) -> Saving:
     """Return what a change saves: of one or two runs the mean ratio, of more the median ratio.
 
-    pairs: for each run with the change the step of the runs as it is around it (µs), its own step, and the number of
-    those runs.
+    pairs: for each run with the change the steps of the runs as it is around it (µs), and its own step. The median is
+    that of the ratios to each of them, because two runs share the one between them, which may be a disturbed one.
     """
-    logs = [math.log(after / before) for before, after, _ in pairs]
+    each = [[math.log(after / one) for one in before] for before, after in pairs]
+    logs = [statistics.fmean(ratios) for ratios in each]
     is_median = len(logs) >= MEDIAN_FROM
-    share = 1 - math.exp(statistics.median(logs) if is_median else statistics.fmean(logs))
+    middle = statistics.median(itertools.chain.from_iterable(each)) if is_median else statistics.fmean(logs)
+    share = 1 - math.exp(middle)
     # The runs as it is on both sides of a run are shared with its neighbors, so that they count once.
-    around = min(len(pairs) + 1, sum(number for *_, number in pairs))
+    around = min(len(pairs) + 1, sum(map(len, each)))
     deviation = noise.usual if is_median else noise.share
     error = deviation * math.sqrt((MEDIANS_ERROR**2 if is_median else 1) / len(pairs) + 1 / around)
     error *= STUDENTS_T[min(noise.freedom, len(STUDENTS_T)) - 1]
     return Saving(share, error, len(logs), sum(one < 0 for one in logs))
 
 
-def beside(kinds: Sequence[bool], steps: Sequence[float], number: int) -> tuple[float, int]:
-    """Return the step of the runs as it is around run `number` (µs), and how many they are.
+def beside(kinds: Sequence[bool], steps: Sequence[float], number: int) -> list[float]:
+    """Return the steps of the runs as it is around run `number` (µs): of one before it and one after it, as far as any.
 
     kinds: whether each run was the program as it is. At least one was.
     """
     before = next((i for i in range(number - 1, -1, -1) if kinds[i]), None)
     after = next((i for i in range(number + 1, len(kinds)) if kinds[i]), None)
-    found = [steps[i] for i in (before, after) if i is not None]
-    return math.exp(statistics.fmean(map(math.log, found))), len(found)
+    return [steps[i] for i in (before, after) if i is not None]
 
 
 class Difference(msgspec.Struct, frozen=True):

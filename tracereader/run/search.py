@@ -38,6 +38,7 @@ MOST_ROUNDS = 5  # of one change by itself
 MOST_BETWEEN = 4  # changes between two runs of the program as it is
 QUIET = 0.02  # equal runs that differ by less need fewer runs of the program as it is
 BET = 4  # changes at most that run together before each is known, where the time is short
+MUCH, BET_ROUNDS = 0.2, 3  # what they must seem to save to be measured again at once, and how often
 CLEARLY_SLOWER = 1.5  # times the step as it is, and the noise: such a run ends early
 BUSY = 0.5  # the load by the number of CPUs, before the first run, from which on figures vary more
 DOUBT = 3  # a saving of this part of its interval may be there
@@ -126,8 +127,7 @@ class Session:
         pairs = []
         for number, one in enumerate(self.runs):
             if one.keys == keys:
-                before, count = beside(kinds, steps, number)
-                pairs.append((before, one.step_us, count))
+                pairs.append((beside(kinds, steps, number), one.step_us))
         return saving(pairs, self.noise) if pairs else None
 
     def difference(self, keys: tuple[str, ...]) -> Difference:
@@ -186,6 +186,8 @@ class Session:
         limit = max(LEAST_LIMIT_S, 4 * self.expected_s()) + COMPILE_LIMIT_S * compiles
         if not self.as_it_is:
             limit = self.left_s
+        elif compiles and keys not in self._extra_s:  # compiling may take minutes, and other runs are to follow
+            limit = min(limit, max(LEAST_LIMIT_S, self.left_s / 2))
         environment = dict(self.environment)
         for key in keys:
             environment |= _joined(environment, self.by_key[key].environment)
@@ -335,17 +337,25 @@ def _spent(session: Session) -> float:
 
 
 def _bet(session: Session) -> None:
-    """Run what is most likely to help together, because the time is too short to learn of each change alone first."""
+    """Run what is most likely to help together, because the time is too short to learn of each change alone first.
+
+    If it seems to save much and a disturbed run hides it, it is measured again before anything else takes the time.
+    """
     keys, groups = [], set()
     for one in session.candidates:
         if one.is_safe and not (one.group and one.group in groups) and not (session.is_short and one.compiles):
             keys.append(one.key)
             groups.add(one.group)
     keys = keys[:BET]
-    if len(keys) > 1 and session.fits(tuple(keys), AS_IT_IS, AS_IT_IS):
-        if _run(session, tuple(keys)):
-            session.bet = tuple(sorted(keys))
+    bet = tuple(sorted(keys))
+    while len(bet) > 1 and len(session.of(bet)) < BET_ROUNDS and session.fits(bet, AS_IT_IS, AS_IT_IS):
+        if _run(session, bet) is None:
+            return
+        session.bet = bet
         _run(session)
+        found = session.saving(bet)
+        if found.helps or found.share < MUCH or not session.is_equal(bet):
+            return
 
 
 def _each_alone(session: Session) -> None:
@@ -461,13 +471,15 @@ def _or_the_bet(session: Session, chosen: list[str]) -> list[str]:
 def _best(session: Session) -> tuple[str, ...]:
     """Return the changes that were chosen together, or one of them where it saves more; none where nothing helps.
 
-    If none were chosen yet, all that were measured and give equal results count.
+    If none of these is known to help, as when the time was over before, all that give equal results count.
     """
-    sets = [session.together, *((key,) for key in session.together)]
-    if not session.together:
-        sets = [keys for keys in {one.keys for one in session.runs} if keys and session.is_equal(keys)]
-    found = {keys: saved for keys in sets if keys and (saved := session.saving(keys)) is not None and saved.helps}
-    return max(found, key=lambda keys: found[keys].share, default=())
+    chosen = [session.together, *((key,) for key in session.together)]
+    measured = [keys for keys in {one.keys for one in session.runs} if keys and session.is_equal(keys)]
+    for sets in (chosen, measured):
+        found = {keys: saved for keys in sets if keys and (saved := session.saving(keys)) is not None and saved.helps}
+        if found:
+            return max(found, key=lambda keys: found[keys].share)
+    return ()
 
 
 def _one_after_the_other(session: Session, helping: Sequence[str]) -> list[str]:
