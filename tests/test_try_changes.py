@@ -203,11 +203,29 @@ def test_changes_that_ran_together_first_are_not_chosen_if_one_of_them_gives_oth
     seen = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), checkpoints=({"line": "a.py:3"},),
                 torch="2.15.0", threads=4, workers=4)  # fmt: skip
     effects = {"workers": 0.7, "no_checkpoint": 0.7, "fused_optimizer": 0.8}
-    program = Simulated(
-        effects, seen, seconds=12.0, losses=lambda keys: (1.0, 0.9 if keys == ("fused_optimizer",) else 0.5)
-    )
+
+    def losses(keys):
+        return 1.0, 0.45 if "workers" in keys else 0.9 if keys == ("fused_optimizer",) else 0.5
+
+    program = Simulated(effects, seen, seconds=12.0, losses=losses)
     session = searched(program, minutes=4)
     assert session.bet == tuple(sorted(effects)) and session.together == ("no_checkpoint", "workers")
+
+
+def test_what_runs_together_first_is_improved_where_the_time_is_short(searched):
+    """The loader set the pace. Beside workers a faster convolution helps, which saves nothing alone."""
+    model = {**MODEL, "device": "cuda", "convolutions": 3}
+    seen = Seen(modules=(model,), loaders=(LOADER,), torch="2.11.0", device="cuda", gpu="H100", capability=(9, 0),
+                workers=16, backward=True)  # fmt: skip
+
+    def steps(keys):
+        gpu = 48 * (0.7 if "compile_reduce_overhead" in keys else 1) * (0.8 if "cudnn_benchmark" in keys else 1)
+        return gpu if "workers" in keys else 100.0
+
+    session = searched(Simulated(seen=seen, steps=steps, seconds=14.0, noise=0.01), minutes=5)
+    assert session.bet == ("compile_reduce_overhead", "cudnn_benchmark", "tf32", "workers")
+    assert session.together == ("compile_reduce_overhead", "cudnn_benchmark", "workers")
+    assert session.saving(session.together).helps
 
 
 def test_everything_is_tried_if_the_first_changes_do_not_help(searched, capsys):

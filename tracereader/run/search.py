@@ -166,11 +166,14 @@ class Session:
         """Return how long a run with these changes will take."""
         usual = sorted(one.seconds for one in self.as_it_is)
         base = usual[len(usual) // 2] if usual else 10.0
-        compiled = tuple(key for key in keys if self.by_key[key].compiles)
-        if not compiled:
+        if not any(self.by_key[key].compiles for key in keys):
             return base
-        known = [extra for earlier, extra in self._extra_s.items() if set(compiled) & set(earlier)]
-        return base + (self._extra_s.get(keys) or max(known, default=COMPILE_S[self.seen.on_gpu]))
+        return base + (self._extra_s.get(keys) or max(self._compiled_s(keys), default=COMPILE_S[self.seen.on_gpu]))
+
+    def _compiled_s(self, keys: tuple[str, ...]) -> list[float]:
+        """Return how long compiling took in the runs so far that compile in the same way."""
+        compiled = {key for key in keys if self.by_key[key].compiles}
+        return [extra for earlier, extra in self._extra_s.items() if compiled & set(earlier)]
 
     def fits(self, *runs: tuple[str, ...]) -> bool:
         """Return whether the time is enough for these runs."""
@@ -186,7 +189,7 @@ class Session:
         limit = max(LEAST_LIMIT_S, 4 * self.expected_s()) + COMPILE_LIMIT_S * compiles
         if not self.as_it_is:
             limit = self.left_s
-        elif compiles and keys not in self._extra_s:  # compiling may take minutes, and other runs are to follow
+        elif compiles and not self._compiled_s(keys):  # compiling may take minutes, and other runs are to follow
             limit = min(limit, max(LEAST_LIMIT_S, self.left_s / 2))
         environment = dict(self.environment)
         for key in keys:
@@ -273,9 +276,13 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     try:
         if _changes_between(session) == MOST_BETWEEN:
             _bet(session)
+            _improve(session, session.bet)
         _each_alone(session)
-        _measure_again(session, until=SINGLES + 0.1)
-        _all_together(session)
+        if session.together and session.is_equal(session.together):
+            _improve(session, session.together)
+        else:
+            _measure_again(session, until=SINGLES + 0.1)
+            _all_together(session)
         _measure_again(session, until=1.0)
     finally:  # Ctrl-C ends it at any moment
         session.together = _best(session)
@@ -342,8 +349,10 @@ def _bet(session: Session) -> None:
     If it seems to save much and a disturbed run hides it, it is measured again before anything else takes the time.
     """
     keys, groups = [], set()
+    waits_for_loader = bool(session.predicted) and session.candidates[0].key == "workers"  # a faster model waits, too
     for one in session.candidates:
-        if one.is_safe and not (one.group and one.group in groups) and not (session.is_short and one.compiles):
+        late = one.compiles and (session.is_short or waits_for_loader)
+        if one.is_safe and not (one.group and one.group in groups) and not late:
             keys.append(one.key)
             groups.add(one.group)
     keys = keys[:BET]
@@ -356,6 +365,27 @@ def _bet(session: Session) -> None:
         found = session.saving(bet)
         if found.helps or found.share < MUCH or not session.is_equal(bet):
             return
+
+
+def _improve(session: Session, keys: tuple[str, ...]) -> None:
+    """Leave each of the changes that save much together out once, and add each other one that may help beside them.
+
+    Where their results together cannot be compared, each that can be compared by itself runs alone first.
+    """
+    found = session.saving(keys) if keys else None
+    if found is None or not found.helps or found.share < MUCH:
+        return
+    if session.difference(keys).kind == "not comparable":
+        for key in keys:
+            alone = (key,)
+            if not session.by_key[key].other_numbers and not session.of(alone) and session.fits(alone):
+                _run(session, alone)
+    if not session.is_equal(keys):
+        return
+    session.together = keys
+    chosen = [one.key for one in session.candidates if one.key in keys]
+    session.together = tuple(sorted(_each_left_out(session, chosen)))
+    session.together = tuple(sorted(_each_added(session, session.together)))
 
 
 def _each_alone(session: Session) -> None:
@@ -508,24 +538,36 @@ def _each_left_out(session: Session, chosen: Sequence[str]) -> list[str]:
 
 
 def _each_added(session: Session, chosen: Sequence[str]) -> list[str]:
-    """Return the changes and those that help beside them, though they did not alone: another limit is gone."""
+    """Return the changes and those that help beside them, though they did not alone: another limit is gone.
+
+    Where one was not measured alone, and the others draw other random numbers, its results cannot be compared. Then it
+    is added only if it is known to keep them.
+    """
     chosen = list(chosen)
     alone = {one.key: session.saving((one.key,)) for one in session.candidates}
-    for candidate in sorted(session.candidates, key=lambda one: -(alone[one.key].share if alone[one.key] else 0.0)):
+
+    def order(one: Candidate) -> tuple[float, bool]:
+        return -alone[one.key].share if alone[one.key] else 0.0, one.compiles
+
+    for candidate in sorted(session.candidates, key=order):
         groups = {session.by_key[key].group for key in chosen} - {""}
         found = alone[candidate.key]
-        if candidate.key in chosen or found is None or found.harms or candidate.group in groups:
-            continue
-        if not session.is_equal((candidate.key,)):
+        if candidate.key in chosen or candidate.group in groups or (found is not None and found.harms):
             continue
         wanted, now = tuple(sorted([*chosen, candidate.key])), tuple(sorted(chosen))
-        if session.of(wanted) or not session.fits(wanted, now):
+        comparable = session.difference(now).kind != "not comparable" if session.of(now) else True
+        if not session.is_equal((candidate.key,)) or not (found is not None or candidate.is_safe or comparable):
+            continue
+        fails = any(set(one) <= set(wanted) for one in session.failures)
+        if fails or session.of(wanted) or not session.fits(wanted, now):
             continue
         if _run(session, wanted) is None:
             continue
         better = session.saving(wanted, now)
-        if better is not None and better.share > 0.5 * better.plus_minus and not better.helps and session.fits(now):
-            _run(session, now)
+        for keys in (now, wanted):
+            if better is None or better.helps or better.share < 0.5 * better.plus_minus or not session.fits(keys):
+                break
+            _run(session, keys)
             better = session.saving(wanted, now)
         if better is not None and better.helps and session.is_equal(wanted):
             chosen.append(candidate.key)
