@@ -148,10 +148,10 @@ def written(document: Mapping[str, object], wanted: Iterable[str] | None) -> str
     """
     names = document.keys() if wanted is None else [name for name in wanted if name in document]
     values = ((name, document[name]) for name in names)
-    found = msgspec.to_builtins({name: value() if callable(value) else value for name, value in values})
+    found = {name: value() if callable(value) else value for name, value in values}
     if not isinstance(wanted, Mapping):
         return strict_json(found)
-    more = {}
+    found, more = msgspec.to_builtins(found), {}
     for path, rows in wanted.items():
         *around, name = path.split(".")
         holder = found[around[0]] if around else found
