@@ -31,25 +31,26 @@ class Simulated:
 
     steps: from the set of keys to the step in ms, instead of effects. fails: the reason for a set of keys. Each run
     takes `seconds` of a clock that nothing else moves. disturbed: the share of runs that other programs make up to
-    twice as long.
+    twice as long. nudged: the losses from weights that differ by rounding.
     """
 
     def __init__(
         self, effects=(), seen=None, noise=0.005, seconds=5.0, steps=None, fails=(), losses=None, seed=0, trace=None,
-        disturbed=0.0,
+        disturbed=0.0, nudged=(),
     ):  # fmt: skip
         self.effects, self.steps, self.fails = dict(effects), steps, dict(fails)
         self.seen = seen or Seen(optimizers=({"name": "AdamW", "offers": ["fused", "foreach"], "line": "a.py:1"},))
         self.noise, self.seconds, self.random = noise, seconds, random.Random(seed)
         self.losses = losses or (lambda keys: (1.0, 0.5))
-        self.now, self.ran = 0.0, []
+        self.nudged, self.now, self.ran = nudged, 0.0, []
         self.trace, self.disturbed = trace, disturbed
 
     def monotonic(self):
         return self.now
 
     def run_once(self, command, plan, environment, folder, limit_s, cwd=None, show=False):
-        keys = tuple(plan["changes"])
+        nudged = search.NUDGED in plan["changes"]
+        keys = tuple(key for key in plan["changes"] if key != search.NUDGED)
         if environment.get("OMP_NUM_THREADS"):
             keys = (*keys, "threads_1")
         self.ran.append(keys)
@@ -65,9 +66,10 @@ class Simulated:
         step *= 1000 * math.exp(self.random.gauss(0, self.noise))
         if self.disturbed and self.random.random() < self.disturbed:
             step *= self.random.uniform(1.2, 2.2)
-        applied = dict.fromkeys(keys, 1)
+        applied = dict.fromkeys(plan["changes"], 1)
         trace = str(shutil.copy(self.trace, folder.parent)) if self.trace and plan["mode"] == "record" else ""
-        return Run(keys, seconds, (step,) * 20, losses=self.losses(keys), applied=applied, seen=self.seen, trace=trace)
+        losses = self.nudged if nudged and self.nudged else self.losses(keys)
+        return Run(keys, seconds, (step,) * 20, losses=losses, applied=applied, seen=self.seen, trace=trace)
 
 
 @pytest.fixture
@@ -196,6 +198,17 @@ def test_a_faster_change_with_other_results_is_not_among_those_that_help(searche
     assert session.together == ("workers",)
     tried.show(session)
     assert "Faster with other results" in capsys.readouterr().out
+
+
+def test_a_training_that_amplifies_rounding_excuses_other_losses_but_not_other_types(searched):
+    """The fused optimizer and bf16 change the losses as much as weights do that differ by rounding."""
+    losses = {("fused_optimizer",): (1.0, 0.7), ("bf16",): (1.0, 0.7)}
+    effects = {"fused_optimizer": 0.6, "bf16": 0.5}
+    program = Simulated(effects, ON_CPU, losses=lambda keys: losses.get(keys, (1.0, 0.5)), nudged=(1.0001, 0.8))
+    session = searched(program)
+    assert [one.nudged for one in session.as_it_is].count(True) == 1
+    assert session.difference(("fused_optimizer",)).kind == "not comparable"
+    assert session.difference(("bf16",)).kind == "off" and session.together == ("fused_optimizer",)
 
 
 def test_changes_that_ran_together_first_are_not_chosen_if_one_of_them_gives_other_results(searched):
@@ -417,10 +430,12 @@ def test_losses_are_compared_step_by_step():
     assert savings.losses_differ(usual, [2.0, 1.000006, 0.5]).text == "within 6e-06"
     assert savings.losses_differ(usual, [2.0, 1.01, 0.5]).text == "off by 1.0%"
     assert savings.losses_differ(usual, [2.0, math.nan, 0.5]).kind == "off"
-    growing = [2.0, 1.00001, 0.50002, 0.4, 0.5]
-    assert savings.losses_differ([[2.0, 1.0, 0.5, 0.4, 0.3]], growing).text == "not comparable"
-    assert savings.losses_differ([[2.0, 1.0, 0.5, 0.4, 0.3]], growing, same_types=False).text == "off by 40.0%"
-    assert savings.losses_differ([[2.0, 1.0, 0.5, 0.4, 0.3]], [2.0, 1.001, *growing[2:]]).text == "off by 40.0%"
+    amplified = [[2.0, 1.0, 0.5, 0.4, 0.3]]
+    growing, nudged = [2.0, 1.01, 0.52, 0.4, 0.5], [2.001, 1.02, 0.5, 0.3, 0.3]
+    assert savings.losses_differ(amplified, growing, nudged=nudged).text == "not comparable"
+    assert savings.losses_differ(amplified, growing).text == "off by 40.0%"
+    assert savings.losses_differ(amplified, growing, nudged=[2.001, 1.0, 0.5, 0.4, 0.3]).text == "off by 40.0%"
+    assert savings.losses_differ(amplified, [2.01, *growing[1:]], nudged=nudged).text == "off by 40.0%"
     assert savings.losses_differ(usual, [2.0, 1.015, 0.5], is_half=True).text == "within 1.5%"
     assert savings.losses_differ(usual, [2.0, 1.03, 0.5], is_half=True).text == "off by 2.9%"
     assert savings.losses_differ([[2.0], [3.0]], [2.0]).text == "not comparable"
@@ -648,6 +663,18 @@ def set_to_none():
     return model.weight.grad is None, made.applied
 
 
+def nudged():
+    made = changes.install(torch, [changes.NUDGED])
+    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(1)
+    expected = torch.rand(1).item()
+    torch.manual_seed(1)
+    model(torch.ones(2))
+    parts = torch.cat([(one / other - 1).abs().flatten() for one, other in zip(model.parameters(), plain.parameters())])
+    return made.applied, 0 < parts.min().item() < parts.max().item() < 0.005, torch.rand(1).item() == expected
+
+
 def bf16():
     made = changes.install(torch, ["bf16"])
     model, kinds = nn.Sequential(nn.Linear(2, 2)), []
@@ -807,6 +834,7 @@ CHANGED = {
     "no_checkpoint": [2, {"no_checkpoint": 1}],
     "loader": [True, True, True, 30, 60],
     "set_to_none": [True, {"set_to_none": 1}],
+    "nudged": [{"nudged": 1}, True, True],
     "bf16": ["torch.float32", "torch.bfloat16", 3, True],
     "channels_last": [[True, True, True], True],
     "inference_mode": True,

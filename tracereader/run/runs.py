@@ -34,8 +34,8 @@ class Run(msgspec.Struct, frozen=True):
     backward pass. outputs: numbers of what the outermost modules returned first. applied: how often each change found
     something to change. refused: torch's reasons, by key. trace: the recording, if the plan asked for one. steps: how
     many the program made. stock: how many batches its loaders' workers prepare ahead. others: the share of the measured
-    time that other programs cost on the CPU, which is left out of steps_us. failure: why it has no measured steps;
-    empty if it has.
+    time that other programs cost on the CPU, which is left out of steps_us. nudged: whether the weights were changed as
+    rounding does, which moves the losses and not the time. failure: why it has no measured steps; empty if it has.
     """
 
     keys: tuple[str, ...]
@@ -51,6 +51,7 @@ class Run(msgspec.Struct, frozen=True):
     steps: int = 0
     stock: int = 0
     others: float = 0.0
+    nudged: bool = False
     failure: str = ""
 
     @property

@@ -184,10 +184,7 @@ ROUNDING, OUTPUTS_ROUNDING = 1e-3, 5e-3
 # backend changed the losses of 40 steps of rung 6 by 0.5%, and the fused AdamW by 1.5%.
 HALF_ROUNDING = 2e-2
 DIFFERS_FROM_ITSELF = 0.05
-# A training that amplifies rounding has nearly equal losses first: on an H100 those of a ResNet-50 differ by a third
-# after 19 steps if its last layer uses TF32.
-FIRST, NEARLY = 3, 0.1  # so many steps; this part of what rounding may change
-AMPLIFIES = "the first {} losses are equal but for rounding, which this training amplifies"
+AMPLIFIES = "weights that differ by rounding change the losses of this training as much"
 TREND = 0.25  # the part of the steps, at the end, whose mean loss is compared if the steps cannot be
 
 
@@ -196,12 +193,13 @@ def losses_differ(
     changed: Sequence[float],
     other_numbers: str = "",
     is_half: bool = False,
-    same_types: bool = True,
+    nudged: Sequence[float] = (),
 ) -> Difference:
     """Return how far the losses of a changed run are from those of the program as it is, step by step.
 
     as_it_is: the losses of each run as it is. other_numbers: why the change may draw other random numbers. is_half:
-    whether the program's parameters are in bf16 or fp16. same_types: whether the change leaves the types as they are.
+    whether the program's parameters are in bf16 or fp16. nudged: the losses as it is from weights that differ by
+    rounding, if they may excuse the change. Its first loss, before any weight has learned, must be equal all the same.
     """
     rounding = HALF_ROUNDING if is_half else ROUNDING
     first, *others = as_it_is
@@ -218,8 +216,8 @@ def losses_differ(
         return Difference("same", 0.0, count)
     if size <= max(rounding, 2 * own):
         return Difference("within", size, count)
-    if same_types and count > FIRST and _largest(first[:FIRST], changed[:FIRST]) <= NEARLY * rounding:
-        other_numbers = other_numbers or AMPLIFIES.format(FIRST)
+    if size <= 2 * _largest(first, nudged[:count]) and _largest(first[:1], changed[:1]) <= rounding:
+        other_numbers = other_numbers or AMPLIFIES
     if other_numbers:
         last = max(1, int(count * TREND))
         before, after = (statistics.fmean(one[count - last : count]) for one in (first, changed))

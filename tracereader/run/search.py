@@ -10,6 +10,7 @@ import msgspec
 
 from tracereader.findings.finding import in_one_unit
 from tracereader.run.candidates import Candidate, Seen, all_candidates, cpus, in_order
+from tracereader.run.inside.changes import NUDGED
 from tracereader.run.program import RECORDING
 from tracereader.run.runs import Run, run_once
 from tracereader.run.savings import (
@@ -132,13 +133,12 @@ class Session:
 
     def difference(self, keys: tuple[str, ...]) -> Difference:
         """Return how the losses, or without losses the outputs, differ from those of the program as it is."""
-        run, as_it_is = self.of(keys)[0], self.as_it_is
+        run, as_it_is = self.of(keys)[0], [one for one in self.as_it_is if not one.nudged]
         if not as_it_is[0].losses:
             return outputs_differ([one.outputs for one in as_it_is], run.outputs, self.seen.is_half)
         why = next((one.other_numbers for key in keys if (one := self.by_key[key]).other_numbers), "")
-        return losses_differ(
-            [one.losses for one in as_it_is], run.losses, why, self.seen.is_half, same_types="bf16" not in keys
-        )
+        nudged = next((one.losses for one in self.as_it_is if one.nudged), ()) if "bf16" not in keys else ()
+        return losses_differ([one.losses for one in as_it_is], run.losses, why, self.seen.is_half, nudged)
 
     def is_equal(self, keys: tuple[str, ...]) -> bool:
         """Return whether nothing says that these changes, or one of them by itself, give other results."""
@@ -191,13 +191,14 @@ class Session:
             limit = self.left_s
         elif compiles and not self._compiled_s(keys):  # compiling may take minutes, and other runs are to follow
             limit = min(limit, max(LEAST_LIMIT_S, self.left_s / 2))
+        nudge = not keys and len(self.as_it_is) == 1 and bool(self.as_it_is[0].losses)
         environment = dict(self.environment)
         for key in keys:
             environment |= _joined(environment, self.by_key[key].environment)
         plan = {
             **(RECORD if look == "record" else {}),
             "mode": look or "measure",
-            "changes": [key for key in keys if self.by_key[key].is_patch],
+            "changes": [*(key for key in keys if self.by_key[key].is_patch), *([NUDGED] if nudge else [])],
             "look": bool(look),
             "step_at": self.step_at,
             "slow_us": self._slow_us if keys else None,
@@ -211,7 +212,8 @@ class Session:
             cwd=self.cwd,
             show=self.show,
         )
-        one = msgspec.structs.replace(one, keys=keys, failure=one.failure or self._unapplied(one, keys))
+        failure = one.failure or self._unapplied(one, keys)
+        one = msgspec.structs.replace(one, keys=keys, nudged=bool(one.applied.get(NUDGED)), failure=failure)
         if one.failure:
             self.failure, self.made_steps = one.failure, one.steps > 0
             if self.left_s > 0 or not keys:

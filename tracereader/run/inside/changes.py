@@ -16,6 +16,8 @@ import sysconfig
 
 SEED = 0
 FROZEN_AFTER = 3  # steps, after which nearly everything that stays is there
+NUDGED = "nudged"  # the key of a run that shows how far rounding changes the losses
+TF32_ROUNDING = 2**-11
 FOUND_BY = 2  # steps, in which the outermost modules have been called
 WORKERS_LEAST, WORKERS_MOST = 4, 16
 LOSSES_KEPT, OUTPUTS_KEPT, VALUES_KEPT = 64, 3, 1024
@@ -454,6 +456,8 @@ class Changes:
                 autocast=_autocast_is_on(torch, first.device.type),
                 compiled=is_compiled or getattr(module, "_compiled_call_impl", None) is not None,
             )
+        if NUDGED in self.keys and torch.is_grad_enabled():
+            self._nudge(module)
         has_slot = hasattr(torch.nn.Module, "_compiled_call_impl")  # since torch 2.2
         was_compiled = is_compiled or (has_slot and outer._compiled_call_impl is not None)
         before = outer._compiled_call_impl if has_slot else None
@@ -477,6 +481,18 @@ class Changes:
             # Past a __setattr__ of its own, which a compiled module has.
             outer.__dict__["_compiled_call_impl" if has_slot else "forward"] = call
         return True
+
+    def _nudge(self, module):
+        """Change each weight by about as much as TF32, or its own type if that is coarser, rounds it."""
+        torch = self.torch
+        with torch.no_grad():
+            for weight in module.parameters():
+                if weight.is_floating_point():
+                    generator = torch.Generator(weight.device).manual_seed(0)  # the program's own numbers stay the same
+                    part = max(TF32_ROUNDING, torch.finfo(weight.dtype).eps)
+                    random_ = torch.randn(weight.shape, generator=generator, device=weight.device)
+                    weight.mul_(1 + part * random_.to(weight.dtype))
+                    self.applied[NUDGED] = 1
 
     def _keep_output(self, result):
         """Keep numbers of the first floating tensor that a module's first call returned."""
