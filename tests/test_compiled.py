@@ -122,16 +122,14 @@ def test_every_step_has_a_cache_lookup(tmp_path, capsys, last, said):
     assert (CACHED in printed(capsys, file, "--only", "patterns")) is said
 
 
-def test_the_graphs_of_two_compiled_runs_are_compared(tmp_path, capsys):
+def test_the_graphs_of_two_compiled_runs_are_compared(tmp_path):
     """A graph on the CPU shows none of the ops that it computes, so equal rows do not mean equal work."""
     hashes = ["fqb7xds7omh4v6hwlsk2ka6bz6", "f6bjdgkszm3r7mk4oxv2uqyjgt", "fjhrkszm3r7mk4oxv2uqyjgtaa"]
     first, other, third = (
         made(tmp_path, *[called(one)] * 3, name=f"{number}.json") for number, one in enumerate(hashes)
     )
     differs = f"the compiled graph has another hash: {hashes[0][:12]}…, then {hashes[1][:12]}…"
-    assert f"the same ops; {differs}" in printed(capsys, first, other, "--only", "short")
     assert changed(first, other) == (differs,)
-    assert "the same ops; " not in printed(capsys, first, first, "--only", "short")
     assert changed(first, first) == ()
     both = made(tmp_path, *[called(hashes[0]) + called(hashes[2], "1")] * 3, name="both.json")
     two = ", ".join(f"{one[:12]}…" for one in sorted([hashes[0], hashes[2]]))

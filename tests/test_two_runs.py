@@ -52,8 +52,7 @@ def test_the_same_ops_of_another_type(tmp_path, capsys):
     )
     assert changed(first, other) == (of_flags, of_inputs)
     assert changed(first, first) == ()
-    assert f"the same ops, with other inputs; {of_flags}" in printed(capsys, first, other, "--only", "short")
-    for section in ("work", "chain"):
+    for section in ("short", "work", "chain"):
         assert of_flags in printed(capsys, first, other, "--only", section)
 
 
@@ -90,14 +89,13 @@ def test_inputs_are_compared_call_by_call(tmp_path):
     assert said == "inputs: aten::index fp32 [8, 4], int64 [3], then fp32 [8, 4], int32 [3]"
 
 
-def test_an_ops_output_is_not_its_input(tmp_path, capsys):
+def test_an_ops_output_is_not_its_input(tmp_path):
     """Compiled code calls a product with out=, and torch records that tensor after the inputs."""
     factors, written = [[128, 64, 32], [128, 32, 64]], [128, 64, 64]
     calls = [("aten::bmm", {"Input Dims": dims, "Input type": [BF16] * len(dims)})
              for dims in (factors, [*factors, written], [factors[0], factors[0], written])]  # fmt: skip
     eager, compiled, others = (made(tmp_path, str(number), [one]) for number, one in enumerate(calls))
     assert changed(eager, compiled) == ()
-    assert printed(capsys, eager, compiled, "--only", "short").endswith("the same ops")
     (said,) = changed(compiled, others)
     assert said == "inputs: aten::bmm bf16 [128, 64, 32] [128, 32, 64], then bf16 [128, 64, 32] [128, 64, 32]"
 
@@ -121,7 +119,7 @@ def test_comparing_a_gpu_with_a_cpu_reports_no_gpu_work_as_gone_or_new(capsys):
     for order in (files, files[::-1]):
         assert cli.main([*order, "--only", "steps,short,work"]) == 0
         screen = capsys.readouterr().out
-        assert screen.count("only one of the two has GPU work") == 2
+        assert screen.count("only one of the two has GPU work") == 1
         assert "1 x GEMM (" not in screen and "GPU work gone" not in screen and "GPU work new" not in screen
         rows = [line.split() for line in screen.splitlines() if line.startswith(("GPU busy", "launches", "kernels"))]
         assert len(rows) == 3 and all(row.count("–") == 1 for row in rows), "no GPU time, no launches of the CPU's run"

@@ -110,10 +110,7 @@ def _in_short(
         paragraph(out, plain(faster.sentence(who, base, side, than, of_one_step)), rest="    ")
         by_step = not of_one_step and compare.compare_by_step(base, side)
         known = proposed[against] if against < len(proposed) and by_step else ()
-        beside = _beside(base, side, known, whose)
-        shown = sentences.flags(base, side) if view.usual else f"what changed: {sentences.change(base, side)}"
-        beside.append(shown)
-        for text in filter(None, beside):
+        for text in filter(None, [*_beside(base, side, known, whose), sentences.flags(base, side)]):
             paragraph(out, plain(text), "  · ", "    ")
 
 

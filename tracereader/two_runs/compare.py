@@ -70,8 +70,7 @@ class InputsChange(msgspec.Struct, frozen=True):
 class OpsChange(msgspec.Struct, frozen=True):
     """The ops of two steps by name. rows_new: torch.compile's rows that only the second step has.
 
-    calls: names in both steps with different numbers of calls, and both numbers. fewer, more: surplus calls of the
-    first and of the second step, by name.
+    calls: names in both steps with different numbers of calls, and both numbers.
     """
 
     gone: tuple[str, ...]
@@ -79,8 +78,6 @@ class OpsChange(msgspec.Struct, frozen=True):
     rows_new: tuple[str, ...]
     calls: dict[str, tuple[int, int]]
     same: tuple[str, ...]
-    fewer: dict[str, int]
-    more: dict[str, int]
 
 
 def only_one_has_gpu_work(first: Side, other: Side) -> bool:
@@ -121,8 +118,6 @@ def ops(first: Side, other: Side) -> OpsChange:
         rows_new=tuple(name for name in new if name in COMPILE_ROWS),
         calls=calls,
         same=tuple(name for name in kept if name not in calls),
-        fewer=first.ops - other.ops,
-        more=other.ops - first.ops,
     )
 
 

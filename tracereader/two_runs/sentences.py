@@ -92,27 +92,3 @@ def setup(side: Side) -> str:
         parts[side.parts[name]] += count
     shown = ", ".join(f"{count} x {part}" for part, count in parts.most_common(NAMES_SHOWN))
     return shown + and_more(len(parts), NAMES_SHOWN) or "no GPU work"
-
-
-def change(before: Side, after: Side) -> str:
-    """Return the differences between two runs' GPU activities as text; those between their ops without GPU work."""
-    on_gpu = before.summary.has_gpu_work and after.summary.has_gpu_work
-    texts, other_work = (work_sentences.in_short if on_gpu else _ops_in_short)(before, after)
-    if compare.only_one_has_gpu_work(before, after):
-        texts = [ONE_ALONE, *texts]
-    if not texts:
-        same = "the same GPU work" if on_gpu else "the same ops"
-        texts = [same + (", with other inputs" if compare.inputs(before, after) else "")]
-        ops, other_work = _ops_in_short(before, after) if on_gpu else ([], False)
-        texts += [f"ops {text}" for text in ops]
-    graphs = [] if other_work else _graphs(before, after)
-    return "; ".join(filter(None, [*texts, flags(before, after), *graphs]))
-
-
-def _ops_in_short(before: Side, after: Side) -> tuple[list[str], bool]:
-    found = compare.ops(before, after)
-    texts = []
-    for how, calls in (("gone", found.fewer), ("new", found.more)):
-        shown = [f"{count} x {op}" for op, count in Counter(calls).most_common(FEW)]
-        texts += [f"{how}: {', '.join(shown)}{and_more(len(calls), FEW)}"] if shown else []
-    return texts, bool(texts)

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.compiled import graphs_in
-from tracereader.figures.cpu import Call
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
 from tracereader.trace.kernel_names import KernelName, decode, short
@@ -77,38 +76,15 @@ class Side(msgspec.Struct, frozen=True, dict=True):
         """Return a short description of each GPU activity, by name."""
         return {one.name: _part(one) for one in self.summary.gpu_work}
 
-    @cached_property
-    def asked_by(self) -> dict[str, Counter]:
-        """Return the ops that launch each name of GPU work, with numbers of calls, if each launch has one activity.
-
-        A CUDA graph's launch, or one without an op around it, does not show how often an op needed the work.
-        """
-        around: list[tuple[int, Call]] = []
-        callers = defaultdict(list)
-        for number, call in enumerate(self.summary.cpu.chain):
-            del around[call.depth :]
-            around.append((number, call))
-            if len(call.launched) == 1:
-                callers[call.launched[0]].append(next((op for op in reversed(around) if op[1].kind != "runtime"), None))
-        return {
-            name: Counter(op.name for op in dict(calls).values())
-            for name, calls in callers.items()
-            if len(calls) == self.work[name] and all(one and "::" in one[1].name for one in calls)
-        }
-
-
-def what(name: str) -> str:
-    """Return the kernel's operation in a word, if its name gives it."""
-    says = decode(name)
-    does = says.parts.get("does") or short(name)
-    return f"{says.family} {does}" if does in ("forward", "backward") else does
-
 
 def _part(one: GpuWork) -> str:
+    """Return the activity's operation in a word or two, if its name gives it."""
     if one.kind != "kernel":
         return one.kind
     if one.family == "GEMM":
         return f"GEMM on {one.name_says['on']}" if "on" in one.name_says else "GEMM"
     if one.family == "attention":
         return f"attention {one.name_says.get('does', '')}".strip() + f" ({one.maker})"
-    return what(one.name).replace(", ", " ")
+    says = decode(one.name)
+    does = says.parts.get("does") or short(one.name)
+    return (f"{says.family} {does}" if does in ("forward", "backward") else does).replace(", ", " ")
