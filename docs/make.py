@@ -31,7 +31,6 @@ from tracereader import cli  # noqa: E402
 from tracereader.figures import cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
-from tracereader.findings import counters as counter_findings  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.findings.finding import Prediction  # noqa: E402
@@ -76,9 +75,6 @@ THRESHOLDS = {
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
     "more-launches": f"{rank_findings.MORE_LAUNCHES:.0%}",
     "slower-cpu": f"{rank_findings.CPU_IS_SLOWER:g}",
-    "disagrees": f"{counter_findings.DISAGREES - 1:.0%}",
-    "slower-step": f"{counter_findings.SLOWER:g}",
-    "clock-fell": f"{1 - counter_findings.CLOCK_FELL:.0%}",
     "clocks-off": f"{ranks.CLOCKS_OFF / 1e9:.0f} s",
     "ends-apart": f"{ranks.FAR_APART / 1e6:g} ms",
 }

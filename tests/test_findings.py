@@ -25,7 +25,6 @@ MLP_SHAPES, LIGER = f"{MLP}_shapes", "03_kernels_mlp/64x128x768x3072_bf16_warm_e
 NAIVE, IN_PLACE, FLEX, MATH, FLASH, CUDNN, EFFICIENT = (
     f"attention_{name}" for name in ("naive", "inplace", "flex", "math", "flash", "cudnn", "efficient")
 )
-STATIC_CACHE = "05_llm/1x512_bf16_warm_eager_active2_shapes"
 TRAINING = "../nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_eager"
 DDP, FSDP = "ranks/ddp_straggler_rank0", "ranks/fsdp_rank0"
 
@@ -37,35 +36,6 @@ def a_longer_last_wait(document):
         key=lambda e: e["ts"],
     )
     last["dur"] = 10_000
-
-
-def said_to_be_prefill(document):
-    """Store the phase in the run's facts."""
-    facts = {"phase": "prefill", "batch": 1, "tokens": 512, "weight_bytes": 10**9, "layers": 28}
-    document["lesson"] = {"script": "any", "flags": {"dtype": "bf16"}, "guesses": [], "facts": {"decoding": facts}}
-
-
-def sampled_dram(document):
-    """The DRAM is at 5% of its peak all the time, sampled every 5 µs."""
-    sample(document, "DRAM BW (%)", 5, lambda ts: 5.0)
-
-
-def a_slow_last_step(document):
-    """The last kernel of the last step takes 60 µs more, and the SM clock falls before it."""
-    last = max((one for one in document["traceEvents"] if one.get("cat") == "kernel"), key=lambda one: one["ts"])
-    first = last["ts"] - 180
-    last["dur"] += 60
-    sample(document, "SM Clock (MHz)", 5, lambda ts: 1500.0 if ts >= first else 1980.0)
-
-
-def sample(document, counter, every, value):
-    """A counter's samples from the first kernel on, as torch 2.15 writes them (µs)."""
-    kernels = [one for one in document["traceEvents"] if one.get("cat") == "kernel"]
-    first, last = min(one["ts"] for one in kernels) - 100, max(one["ts"] + one["dur"] for one in kernels)
-    for number in range(int((last - first) / every) + 2):
-        ts = first + number * every
-        event = {"ph": "C", "name": counter, "pid": "GPU 0 Counters", "ts": ts, "args": {"": value(ts)}}
-        document["traceEvents"].append(event)
 
 
 # Each row has a finding, the parameters of its prediction, a trace that shows it, and one that does not. A trace is a
@@ -82,13 +52,11 @@ TABLE = [
     ("steps_are_alike", (), ON_CPU, LARGE),
     ("one_buffer_request", (), RECORDED_AT_ONCE, SMALL),
     ("buffer_request", (), RECORDED_AT_ONCE, SMALL),
-    ("module_loading", (), RECORDED_AT_ONCE, SMALL),
     ("long_final_sync", (), (SMALL, a_longer_last_wait), SMALL),
     ("final_synchronization", (), LARGE, LINEAR),
     ("sync_idles_the_gpu", (), "changes/syncs/item", "changes/syncs/none"),
     ("kernels_queue", (), "memory_bound", SMALL),
     ("gaps_between_kernels", (), SMALL, LARGE),
-    ("gaps_in_a_graph", (), "changes/decode/graph", "changes/decode/eager"),
     # ops
     ("self_time_excludes_children", (), LINEAR, FSDP),
     ("cost_in_children", (), LINEAR, "memory_bound"),
@@ -125,11 +93,6 @@ TABLE = [
     ("launch_settings", (256, 8192), LIGER, MLP),
     ("graph_replay_without_copies", (), "changes/vit/graph", GRAPH),
     ("graph_replay", (), GRAPH, LARGE),
-    ("copies_into_graph", (), GRAPH, LARGE),
-    ("few_blocks", (), "changes/batch_norm/eager", LARGE),
-    # sampled counters
-    ("dram_disagrees", (), (MLP_SHAPES, sampled_dram), MLP_SHAPES),
-    ("clock_fell", (), (LARGE, a_slow_last_step), LARGE),
     # attention
     ("unfused", (), NAIVE, FLASH),
     ("hidden_copy", (), NAIVE, IN_PLACE),
@@ -149,17 +112,9 @@ TABLE = [
     ("safe_softmax", (), MATH, NAIVE),
     ("scores_in_memory", (2,), "04_a_naive_attention/8x16x1024x64_bf16_warm_eager",
      "04_c_sdpa_attention/8x16x1024x64_bf16_warm_compile_flex"),
-    # language models
-    ("graph_would_do", (), "changes/decode/eager", "changes/decode/graph"),
-    ("expanded_keys", (), STATIC_CACHE, LARGE),
-    ("casts_alone", (), MATH, FLASH),
-    ("weights_cast", (), "changes/encoder/bf16", LARGE),
-    ("logits_of_all", (), ("models/qwen3_prefill_logits", said_to_be_prefill), STATIC_CACHE),
-    ("reads_weights", (), STATIC_CACHE, LARGE),
     # training
     ("recomputation", (), f"{TRAINING}_checkpoint", TRAINING),
     ("optimizer_for_loop", (), "train_item", TRAINING),
-    ("gradients_without_backward", (), "h100/autograd/mlp_grad", "h100/autograd/mlp_no_grad"),
     ("starving", (), "changes/loader/inline", "changes/loader/workers"),
     ("backward_is_twice_the_forward", (), TRAINING, "train_item"),
     ("communication_is_hidden", (True,), DDP, FSDP),

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import msgspec
 
 from tracereader.figures import Summary
-from tracereader.findings import attention, attention_predictions, counters, decoding, gpu_work, ops, steps, training
+from tracereader.findings import attention, attention_predictions, gpu_work, ops, steps, training
 from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import WHERE, Finding, Verdict
 
-MODULES = (steps, ops, gpu_work, counters, attention, attention_predictions, decoding, training)
+MODULES = (steps, ops, gpu_work, attention, attention_predictions, training)
 # By name. A finding that one of these modules declares is included without further registration.
 FINDINGS = {one.name: one for module in MODULES for one in vars(module).values() if isinstance(one, Finding)}
 PREDICTABLE = {name: one for name, one in FINDINGS.items() if one.predicts}

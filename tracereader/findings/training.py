@@ -7,8 +7,6 @@ from tracereader.findings.finding import CPU, Verdict, activities, counted, dura
 MUCH_LOADING = 0.1
 # If a for-loop optimizer launches fewer kernels, foreach would not save a measurable time.
 MANY_LAUNCHES = 20
-# From so many ops on that autograd records for no backward, switching it off is worth a look.
-MANY_NODES = 16
 # The backward of a matrix product is two products of the same size. A decoder's whole step on an H200 shows 1.9 to 2.0.
 ABOUT_TWICE = (1.7, 2.3)
 # Share of the busy time in exposed collectives. It is 1% in DDP on two H200s, and 12 to 28% with a slow rank.
@@ -27,15 +25,6 @@ def recomputation(summary: Summary) -> Verdict:
     if again.gpu_us:
         where = f"{duration(again.gpu_us)} of GPU time in {activities(again.pieces)}"
     return Verdict(True, f"{counted(again.calls, 'forward op')} per step, {where}")
-
-
-@finding(CPU, "ops that autograd records in a trace without backward", change="no_autograd")
-def gradients_without_backward(summary: Summary) -> Verdict:
-    """If no backward follows, autograd keeps tensors and takes CPU time for nothing, and PyTorch's transformer layers
-    do not take their fast path. Use torch.inference_mode() or torch.no_grad()."""
-    nodes = summary.training.unused_nodes
-    seen = f"autograd records {counted(nodes, 'op')} of a step, and the trace has no backward"
-    return Verdict(nodes >= MANY_NODES, seen)
 
 
 @finding(

@@ -8,22 +8,18 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.counters import Counters
 from tracereader.figures.regime import MUCH_KNOWN
-from tracereader.findings.counters import clock_fell, compared, disagreement
 from tracereader.findings.finding import duration
 from tracereader.show.text import Name, kernel_labels, paragraph, percent, plain, print_columns, unit_of
 from tracereader.show.view import View, others
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """Print the counters over the steps, those of long kernels with the needs of their shapes, and slower steps."""
+    """Print the counters over the steps, those of long kernels and the needs of their shapes."""
     found = summary.counters
     if found is None:
         return
     _steps(out, summary, found)
     _kernels(out, found, [one.name for one in summary.kernels], view)
-    verdict = clock_fell.ask(summary)
-    if verdict.holds:
-        paragraph(out, plain(f"a slower step ran at a lower SM clock: {verdict.evidence}"))
 
 
 def _steps(out: Console, summary: Summary, found: Counters) -> None:
@@ -67,6 +63,3 @@ def _kernels(out: Console, found: Counters, names: Sequence[str], view: View) ->
     out.print()
     heads = ("kernels that hold whole samples", unit.name, "samples", "SM active", "DRAM", "DRAM by shapes")
     print_columns(out, heads, rows)
-    longest = {one.name: one for one in reversed(shown) if disagreement(one) is not None}  # the longest of each name
-    for one in list(reversed(longest.values()))[: view.most(2)]:
-        paragraph(out, plain(f"{named[one.name]}: {compared(one)}"), rest="  ")
