@@ -4,7 +4,6 @@ import bisect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from statistics import fmean, median
 
 import msgspec
@@ -152,18 +151,16 @@ class PairKind(msgspec.Struct, frozen=True):
 
 
 class GroupKind(msgspec.Struct, frozen=True):
-    """Process groups with one description, size and distance between their ranks.
+    """Process groups with one description and size.
 
-    name: in words, with the description. every: the distance between neighbouring ranks; None if it differs.
-    waited_us: the average per rank and step. transfer_us: the average per group and step. collectives: the most of any
-    group. worst: the group with the most waiting.
+    name: in words, with the description. waited_us: the average per rank and step. transfer_us: the average per group
+    and step. collectives: the most of any group. worst: the group with the most waiting.
     """
 
     name: str
     description: str
     groups: int
     size: int
-    every: int | None
     collectives: int
     waited_us: float
     transfer_us: float
@@ -280,22 +277,11 @@ def _last_is_known(summary: RanksSummary) -> bool:
 
 
 def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
-    """Return whether a rank is the one that the others wait for, of the slowest stage, or of a host that is late."""
+    """Return whether a rank is the one that the others wait for, or of the slowest stage."""
     if (slow := straggler(summary)) is not None and slow.rank == one.rank:
         return True
-    stage, in_stage = slowest_stage(summary), _slow_in_its_stage(summary)
-    late = [rank for host in _hosts_that_are_late(summary) for rank in host.slow]
-    return one.rank in (*(stage.ranks if stage else in_stage[:1] if in_stage else ()), *late)
-
-
-def launch_waits(summary: RanksSummary) -> str:
-    """Return a sentence on the most that faster launching can save; "" if the run is not overhead-bound."""
-    one = pace_setter(summary)
-    if one.regime is None or one.regime.waits_for != "overhead":
-        return ""
-    late, step = (usual(summary, one, None, figure) for figure in (_launching, lambda step: step.us))
-    waits = f"The GPU of rank {one.rank} waits {ms(late)} of a step of {ms(step)} for launches"
-    return f"{waits}. A faster CPU saves at most this time"
+    stage = slowest_stage(summary)
+    return stage is not None and one.rank in stage.ranks
 
 
 def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
@@ -521,18 +507,6 @@ def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
     return tuple(sorted(found, key=lambda one: -one.more_us))
 
 
-def _hosts_that_are_late(summary: RanksSummary) -> tuple[SlowHost, ...]:
-    """Return the slow hosts, if most waiting is for their ranks."""
-    hosts = slow_hosts(summary)
-    theirs = {rank for one in hosts for rank in one.ranks}
-    late = [one for one in summary.ranks if one.rank in theirs and one.arrived_last]
-    caused = sum(one.others_waited_us for one in late)
-    if caused <= CAUSES_IT * sum(one.others_waited_us for one in summary.ranks) or not _costs_others(summary, theirs):
-        return ()
-    waiting = sum(len(one.ranks) - 1 for one in summary.matched if one.last in theirs)
-    return hosts if late and _told_apart(summary, caused / waiting) else ()
-
-
 def slow_link(summary: RanksSummary) -> SlowLink | None:
     """Return the group that loses most by slow transfers; None if there is none."""
     return next(iter(slow_links(summary)), None)
@@ -568,22 +542,16 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
 
 def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
     """Return the kinds of process groups, those with the most waiting first."""
-    same = grouped(())
-    # Groups with ranks that were not read are of the kind of the complete ones, if the distances allow it.
-    for one in sorted(summary.groups, key=lambda one: len(one.ranks) < one.size):
-        apart = {right - left for left, right in pairwise(one.ranks)}
-        every = min(apart) if len(apart) == 1 else None
-        if len(one.ranks) < one.size:
-            alike = [known for description, size, known in same if (description, size) == (one.description, one.size)]
-            every = next((known for known in alike if known and not any(each % known for each in apart)), every)
-        same[one.description, one.size, every].append(one)
     steps, found = max(1, len(summary.steps)), []
-    for (description, members, every), some in same.items():
-        name = _group_name(description, members, every, members == summary.world_size)
+    for (description, members), some in grouped(((one.description, one.size), one) for one in summary.groups).items():
+        told = " and ".join(_purposes(description))
+        name = f"{told} parallel ({description})" if told else f"{description or 'groups'} of {members:,} ranks"
+        if not told and members == summary.world_size:
+            name = "all ranks"
         collectives = max(one.collectives for one in some)
         waited = sum(one.waited_us for one in some) / sum(len(one.ranks) for one in some) / steps
         transfer, worst = fmean(one.transfer_us for one in some) / steps, max(some, key=lambda one: one.waited_us)
-        found.append(GroupKind(name, description, len(some), members, every, collectives, waited, transfer, worst))
+        found.append(GroupKind(name, description, len(some), members, collectives, waited, transfer, worst))
     return tuple(sorted(found, key=lambda one: -one.waited_us))
 
 
@@ -597,15 +565,6 @@ def _purposes(description: str) -> list[str]:
     """Return the purposes of a process group that its description names."""
     words = re.split(r"[^a-z]+", description.lower())
     return list(dict.fromkeys(DIMENSIONS[word] for word in words if word in DIMENSIONS))
-
-
-def _group_name(description: str, size: int, every: int | None, is_world: bool) -> str:
-    if told := _purposes(description):
-        return f"{' and '.join(told)} parallel ({description})"
-    if is_world:
-        return "all ranks"
-    apart = {None: " ranks", 1: " neighbouring ranks"}.get(every, f" ranks, {every} apart")
-    return f"{description or 'groups'} of {size:,}{apart}"
 
 
 def is_pipeline(summary: RanksSummary) -> bool:
@@ -657,9 +616,6 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         them = "the other stage" if slow.stages == 2 else "the median of the other stages"
         longest = f"{stage_in_words(slow)} computes longest{read}: {ms(slow.us)} per step, {them} {ms(slow.others_us)}"
         found.append(f"{longest}; the slowest stage sets the pace of a pipeline")
-    elif one := _slow_in_its_stage(summary):
-        longest = f"rank {one[0]} computes longest in stage {one[1]}: {ms(one[2])} per step"
-        found.append(f"{longest}, the median of the stage's other ranks is {ms(one[3])}")
     return found
 
 
@@ -677,20 +633,6 @@ def _ranks_of_stages(summary: RanksSummary) -> dict[int, list[int]]:
     pairs = [one for one in summary.pairs if one.places] if is_pipeline(summary) else []
     stage = {rank: at for one in pairs for rank, at in zip((one.source, one.destination), one.places, strict=True)}
     return grouped((at, rank) for rank, at in stage.items())
-
-
-def _slow_in_its_stage(summary: RanksSummary) -> tuple[int, int, float, float] | None:
-    """Return the rank that computes much longer than the other ranks of its stage; None if there is none.
-
-    The result has the rank, the stage, and the compute per step of the rank and the others' median (µs).
-    """
-    (computes, least), found = _compute_by_rank(summary), []
-    for at, ranks in _ranks_of_stages(summary).items():
-        slow = max(ranks, key=computes.get)
-        others = [computes[rank] for rank in ranks if rank != slow]
-        if others and computes[slow] - median(others) > least:
-            found.append((slow, at, computes[slow], median(others)))
-    return max(found, key=lambda one: one[2] - one[3], default=None)
 
 
 def _compute_by_rank(summary: RanksSummary) -> tuple[dict[int, float], float]:
@@ -755,14 +697,9 @@ def sentences(summary: RanksSummary) -> list[str]:
 
 
 def _of_collectives(summary: RanksSummary) -> list[str]:
-    slow = straggler(summary)
-    hosts = () if slow else _hosts_that_are_late(summary)
-    found = _who_waits(summary, slow, hosts)
-    if (why := loss(summary)) and not hosts:
+    found = _who_waits(summary, straggler(summary))
+    if why := loss(summary):
         found.insert(1, _why(why, summary))
-    if link := slow_link(summary):
-        # If no rank or host is late by itself, ranks wait for each other because of the link.
-        found.insert(len(found) if slow or hosts else 0, _of_link(link))
     return found
 
 
@@ -774,13 +711,12 @@ def _nothing_matched(summary: RanksSummary) -> str:
     return "no collective in the steps, so no rank waits for another"
 
 
-def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[SlowHost]) -> list[str]:
+def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
     often = slow or max(summary.ranks, key=lambda one: (one.arrived_last, one.others_waited_us))
     taken_part = sum(often.rank in one.ranks for one in summary.matched)
     read = " of those read" if summary.missing else ""
     last = f"is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
-    late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
-    waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
+    waiting = max((one for one in summary.ranks if one is not slow), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
     us, exposed = (_each_step(waiting, us) for us in (waiting.waiting_us, waiting.waited_exposed_us))
     nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
@@ -793,8 +729,6 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         if of_all <= CAUSES_IT:
             mostly += ", and most of the rest is for ranks of its group, which wait for it first"
         return [f"rank {slow.rank} keeps the others waiting: it {last}{mostly}", waits]
-    if hosts:
-        return [*_of_late_hosts(summary, hosts, read), waits]
     told_apart = _told_apart(summary, summary.clocks.lead_us)
     if cost <= MUCH_WAITED:
         whom = " for a rank that was read" if summary.missing else ""
@@ -805,7 +739,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
         ]
-    first = _of_stages(summary) or f"the ranks wait for each other: {waits}"
+    first = f"the ranks wait for each other: {waits}"
     if len(slowest) > 1:
         told = listed([f"rank {rank} by {ms(us)}" for us, rank in slowest], most=3)
         return [first, f"{len(slowest):,} ranks take longer per step than the median of all: {told}"]
@@ -814,32 +748,6 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
             return [first]  # the reason is a sentence of its own
         return [first, f"rank {only} takes {ms(us)} longer per step than the median of all ranks"]
     return [first, *[f"rank {often.rank} {last}, the most often"] * told_apart]
-
-
-def _of_stages(summary: RanksSummary) -> str:
-    """Return a sentence on the stages of a pipeline that reach collectives at different times; "" without such."""
-    by_rank = {one.rank: per_step(one, one.waited_exposed_us) for one in summary.ranks}
-    stages = sorted(_ranks_of_stages(summary).items(), key=lambda stage: min(stage[1]))
-    means = {at: fmean(map(by_rank.get, ranks)) for at, ranks in stages}
-    if len(means) < 2 or min(means.values()) > MOST * max(means.values()):
-        return ""
-    late, early = min(means, key=means.get), max(means, key=means.get)
-    return (
-        f"the stages reach collectives at different times: a rank of stage {early} waits {ms(means[early])} per step "
-        f"on average while it computes nothing, one of stage {late} {ms(means[late])}"
-    )
-
-
-def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) -> list[str]:
-    theirs = {rank for one in hosts for rank in one.ranks}
-    times = sum(one.last in theirs for one in summary.matched)
-    taken_part = sum(not theirs.isdisjoint(one.ranks) for one in summary.matched)
-    names, worst = listed([one.host for one in hosts], most=3), hosts[0]
-    keep, whose = (f"host {names} keeps", "its") if len(hosts) == 1 else (f"hosts {names} keep", "their")
-    last = f"one of {whose} {len(theirs):,} ranks is last{read} in {times:,} of {counted(taken_part, 'collective')}"
-    slow = f"{counted(len(worst.slow), 'rank')} of host {worst.host} take {ms(worst.more_us)} longer per step"
-    because = [f"{slow} than the median of all ranks: {HOST_SAYS[worst.part]}"] if worst.part else []
-    return [f"{keep} the others waiting: {last}", *because]
 
 
 HOST_SAYS = {
@@ -940,14 +848,6 @@ def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
     return told
 
 
-def _of_link(link: SlowLink) -> str:
-    return (
-        f"ranks {listed(link.ranks)} are probably connected by a slow link: {link.kind} of {size(link.bytes)} takes "
-        f"them {_us(link.transfer_us)} after the last one arrives, other groups {_us(link.others_us)}; this costs them "
-        f"{ms(link.more_us)} a step"
-    )
-
-
 def link_in_words(link: SlowLink) -> str:
     """Return a slow link in words, by its message and bandwidth."""
     reached = f"{_us(link.transfer_us)}, other groups {_us(link.others_us)}"
@@ -971,7 +871,6 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
             found.append(f"{told} because {why}" if why else f"{told}, for no single reason")
         else:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")
-    found += [_of_link(link) for link in slow_links(summary) if rank in link.ranks][:1]
     mine = [each for each in summary.matched if rank in each.ranks]
     waits = Counter()
     for each in mine:
@@ -1011,9 +910,7 @@ def _exposed(summary: RanksSummary) -> list[str]:
         f"hidden behind compute; {told(exposed)} exposed {_of_step(worst, exposed)}"
     )
     last = ""
-    if one_bucket(summary, worst):
-        last = " (one all-reduce per step, while nothing is computed)"
-    elif worst.exposed_in_last_us > MOST * together:
+    if worst.exposed_in_last_us > MOST * together:
         last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"
     lacks = (
         summary.unmatched, summary.unmatched_messages, summary.unnamed, summary.clocks.not_aligned, summary.missing
@@ -1029,14 +926,3 @@ def _exposed(summary: RanksSummary) -> list[str]:
     if worst.late_us > MOST * exposed:
         why.append(f"for {told(min(worst.late_us, exposed))} of it the CPU had not launched the next kernel")
     return [line, *(["exposed: " + "; ".join(why)] if why else [])]
-
-
-def one_bucket(summary: RanksSummary, one: RankFigures) -> bool:
-    """Return whether each step has one exposed all-reduce, which begins when the last gradient is ready."""
-    mine = [each for each in summary.matched if one.rank in each.ranks]
-    return (
-        len(mine) == len(summary.steps) == len({each.step for each in mine})
-        and {each.kind for each in mine} == {"all-reduce"}
-        and one.hidden == 0
-        and one.total.exposed_communication_us > 0.9 * one.total.communication_us
-    )

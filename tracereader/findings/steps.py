@@ -8,10 +8,10 @@ from statistics import median
 
 from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
-from tracereader.figures.gpu_time import BETWEEN_OPS, GpuTime, is_python
+from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.recording import Recording
-from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
+from tracereader.figures.regime import MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE_CALLS, Excess, StepFacts
 from tracereader.findings import finding as words
 from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, finding, in_one_unit, part_of
@@ -22,7 +22,6 @@ from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 from tracereader.trace.marks import DECODES
 from tracereader.trace.waits import MAY_WAIT, may_wait
 
-WAITS_NAMED = 2
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
 # Idle time of at least this share is mentioned even if it does not decide the regime.
 SOME_IDLE = 0.1
@@ -35,8 +34,6 @@ ALIKE = 1.5
 # The gap before the first step's first op is long from this many times the other steps' gap on. In 162 recordings on
 # the H200 it is 2.4 times as long in the median. In two of them another step's gap exceeds 1.7 times the median.
 LONG_GAP = 1.5
-# Kernels that copy elements by their indices.
-GATHERING = re.compile("gather|scatter|index", re.IGNORECASE)
 # If copies by the driver have less than this share of the time of copies and copy kernels, only the kernels are named.
 MOSTLY_KERNELS = 0.1
 # If a step's GPU time exceeds another step's by more than this factor, the GPU work may be the reason for a longer
@@ -132,7 +129,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
             f"{words.ROOFS[found][0]}"
         )
         return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof, which) + _untraced(summary)
-    busy_in = _persistent(summary) or _largest_family(gpu, summary.gpu_work)
+    busy_in = _persistent(summary) or _largest_family(gpu)
     return word, after + of_the_gpu(found, gpu, summary.steady_us, busy_in, which) + _untraced(summary)
 
 
@@ -169,25 +166,14 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
 LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
 
 
-def longest_waits(summary: Summary) -> str:
-    """Return a sentence on what the launching thread does while the GPU waits longest.
-
-    The text is "" if the step is not overhead-bound.
-    """
-    whole = sum(summary.idle_in.values())
-    if summary.waits_for == "turns":
-        return (
-            "To let the GPUs work at the same time, give them several smaller batches one after another "
-            "(torch.distributed.pipelining), or use fewer GPUs if the model fits"
-        )
-    if summary.waits_for != "overhead" or not whole:
+def of_turns(summary: Summary) -> str:
+    """Return what to do if the GPUs of the process work one after the other; "" if they do not."""
+    if summary.waits_for != "turns":
         return ""
-    waits = Counter()
-    for name, us in summary.idle_in.items():
-        waits[BETWEEN_OPS if is_python(name) else name] += us  # the table below has each annotation's part
-    most = waits.most_common(WAITS_NAMED)
-    parts = [f"in {op} ({us / whole:.0%} of the wait)" for op, us in most]
-    return f"While the GPU waits for the CPU, the launching thread is {' and '.join(parts)}"
+    return (
+        "To let the GPUs work at the same time, give them several smaller batches one after another "
+        "(torch.distributed.pipelining), or use fewer GPUs if the model fits"
+    )
 
 
 def _untraced(summary: Summary) -> str:
@@ -258,10 +244,6 @@ MUCH_WAITING = 0.3
 WAITS = re.compile(rf"{MAY_WAIT.pattern}|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
 # A cause with this share of a step's additional time explains it.
 EXPLAINS = 1 / 3
-# A product on the CPU is far slower if it exceeds this many times its time at the best rate that the run measured by
-# this margin (µs). A 64 x 64 product takes 28 µs on two idle cores, and 19.6 ms beside a busy program.
-FAR_SLOWER, MARGIN_US = 20, 1000
-LEAST_SIDE = 32  # of a product; smaller products do not reach the best rate
 BUSY = "something else was probably using the CPU's cores"
 WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
 
@@ -270,15 +252,6 @@ def busy_machine(summary: Summary) -> str | None:
     """Return a sentence on why other programs probably used the cores, with advice; None without a sign of that."""
     if summary.waits_for not in ("cpu-only", "overhead"):
         return None
-    return _uneven_steps(summary) or _slow_products(summary)
-
-
-def _cores_in_use(summary: Summary) -> str:
-    """Return why a step's time was predicted wrongly if the cores were busy; else ""."""
-    return "other programs used the cores, too, as the warning says" if busy_machine(summary) else ""
-
-
-def _uneven_steps(summary: Summary) -> str | None:
     found = summary.uneven
     if found is None:
         return None
@@ -297,19 +270,9 @@ def _uneven_steps(summary: Summary) -> str | None:
     )
 
 
-def _slow_products(summary: Summary) -> str | None:
-    if not summary.typical_index:  # the first step, which may be slow because it is the first
-        return None
-    slow = [
-        one
-        for one in summary.cpu.cpu_work
-        if one.best_us is not None
-        and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
-        and one.us > FAR_SLOWER * one.best_us + MARGIN_US
-    ]
-    if not slow or covered_us(slow) < MOST * summary.chosen.cpu_us:
-        return None
-    return f"the matrix products are far slower than the best rates that this run measured: {BUSY}. {WHAT_TO_DO}"
+def _cores_in_use(summary: Summary) -> str:
+    """Return why a step's time was predicted wrongly if the cores were busy; else ""."""
+    return "other programs used the cores, too, as the warning says" if busy_machine(summary) else ""
 
 
 def without_records(found: Recording, whose: str = "") -> str:
@@ -396,8 +359,8 @@ def _persistent(summary: Summary) -> str:
     )
 
 
-def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
-    """Return a clause on the family with most of the GPU's busy time; of copies, on the kind of most in `work`."""
+def _largest_family(gpu: GpuTime) -> str:
+    """Return a clause on the family with most of the GPU's busy time."""
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]
@@ -405,9 +368,6 @@ def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
     if family == "copy" and kernels_us:
         many_copies = gpu.exposed_copy_us >= MOSTLY_KERNELS * us
         us, noun = us if many_copies else kernels_us, words.copies_as_noun(many_copies, by_kernels=True)
-        moving = [one for one in work if one.family == "copy"]
-        gathering = sum(one.us for one in moving if one.kind == "kernel" and GATHERING.search(one.name))
-        noun += ", mostly gathers and scatters" * (2 * gathering > sum(one.us for one in moving))
     share = us / gpu.busy_us if gpu.busy_us else 0.0  # a trace may record activities of no length
     return f"{share:.0%} of the busy time is {noun}"
 
@@ -470,8 +430,6 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     if sum(more.first_calls.values()) > more.us / 3:
         calls = ", ".join(f"{name} {duration(us)}" for name, us in list(more.first_calls.items())[:3])
         return f"{cold}{calls} in calls that the typical step does not make{beside}"
-    if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
-        return f"it makes {_more_calls(more)}{beside}"
     least, most = more.times_low, more.times_high
     # Most calls were slower by similar factors, which explain most of the step's additional time.
     if least is not None and least >= ALIKE_SLOWER and most <= ALIKE_SPREAD * least and more.alike_us > more.us / 2:
@@ -485,13 +443,6 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         us += more.slower[name]
         if us > more.us / 2:
             return f"{cold}{_took(more, slowest)}{beside}"
-    if more.before_first_op_us > more.us / 3:
-        before = part_of(more.before_first_op_us, more.us, "of the additional")
-        return f"{before} are before its first op{beside}"
-    if slowest and more.slower[slowest[0]] > more.us / 3:
-        return f"{cold}{_took(more, slowest[:1])}{beside}"
-    if sum(more.overheads.values()) > more.us / 4:
-        return overheads
     return None
 
 
@@ -515,20 +466,6 @@ def paid_for_first_use(step: StepFacts) -> bool:
     if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads
     return loads or sum(calls.values()) > more.us / 3
-
-
-def _more_calls(more: Excess) -> str:
-    """Return "20 calls of aten::addmm instead of the typical step's 2" for the one or two names that cost most."""
-    (name, (calls, usual, us)), *others = more.more_calls.items()
-    said = f"{counted(calls, 'call')} of {_called(more, name)} instead of the typical step's {usual:,}"
-    if others and others[0][1][2] > us / 10:
-        name, (calls, usual, _) = others[0]
-        said += f", and {calls:,} of {_called(more, name)} instead of {usual:,}"
-    return said
-
-
-def _called(more: Excess, name: str) -> str:
-    return "the runtime call " + name if name in more.runtime else name
 
 
 def _took(more: Excess, names: list[str]) -> str:
@@ -672,16 +609,6 @@ def buffer_request(summary: Summary) -> Verdict:
     )
 
 
-@finding(CPU, "module or function loading")
-def module_loading(summary: Summary) -> Verdict:
-    """CUDA loads code when it is first used. This is cold-start cost."""
-    loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
-    return Verdict(
-        bool(loads),
-        f"{counted(sum(one.count for one in loads), 'load')}, {duration(sum(one.us for one in loads))} in all",
-    )
-
-
 @finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
 def long_final_sync(summary: Summary) -> Verdict:
     if summary.profiler.final_sync_us is None:
@@ -737,16 +664,3 @@ def gaps_between_kernels(summary: Summary) -> Verdict:
     seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans"
     # Back-to-back kernels of one stream are 1 to 2 µs apart.
     return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
-
-
-@finding(GPU, "gaps between the kernels of a CUDA graph", needs_gpu=True)
-def gaps_in_a_graph(summary: Summary) -> Verdict:
-    """A graph removes the launches, but each kernel still ends before the next one begins. Fewer and larger kernels
-    have fewer gaps."""
-    span, gaps = summary.chosen.gpu_span_us, summary.idle_in_graphs_us
-    kernels = sum(one.kind == "kernel" and one.from_graph for one in summary.gpu_work)
-    if kernels < 2 or 2 * kernels < len(summary.gpu_work):
-        return Verdict(False, "no CUDA graph in the step")
-    each = f"{gaps / kernels:.1f} µs for each of {kernels:,} kernels"
-    seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans, {each}"
-    return Verdict(gaps > 0.05 * span, seen)

@@ -114,7 +114,7 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
         if changes is None:
             changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
-    limit = f"{near_the_peaks(summary)} {steps.longest_waits(summary)}".strip()
+    limit = f"{near_the_peaks(summary)} {steps.of_turns(summary)}".strip()
     if not (summary.source.shapes_recorded or summary.source.facts.script) and summary.has_gpu_work:
         limit = f"The trace has no shapes; with record_shapes=True, more changes may be found. {limit}".strip()
     if summary.source.may_be_steps is not None:
