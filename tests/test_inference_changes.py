@@ -6,7 +6,6 @@ and 2.01; generation of 6 tokens 19.1 (its step is limited by the CPU) and 15.8 
 68.5 ms, and the norms of 96 tensors 20.0 and 15.7.
 """
 
-import math
 import re
 from itertools import pairwise
 
@@ -20,10 +19,8 @@ from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.changes import inference, waits
-from tracereader.changes.prices import BANDWIDTH
 from tracereader.figures import summarize
 from tracereader.figures.attention import growing_keys
-from tracereader.figures.hardware import common_peaks
 from tracereader.trace import read
 
 AGAIN, EACH_STEP = "generation/recomputed", "generation/a_token_per_step"
@@ -143,54 +140,6 @@ def attention_of(events, mark):
     return calls, [(e["args"]["Input Dims"][0][2], e["args"]["Input Dims"][1][2]) for e in calls]
 
 
-def test_a_kv_cache_leaves_one_token_of_each_pass_but_the_first():
-    """Products of the later passes take as long as reading their weight, and other work as one token of theirs."""
-    events, mark = typical_step(AGAIN)
-    _, sizes = attention_of(events, mark)
-    lengths = sorted({queries for queries, _ in sizes})
-    assert all(queries == keys for queries, keys in sizes) and lengths == list(range(768, 774))
-    case = case_of(file_of(AGAIN))
-    proposal = inference.kv_cache(case)
-    assert "here from 768 to 773:" in proposal.evidence
-    ops = [e for e in events if e.get("cat") == "cpu_op" and "Input Dims" in e["args"]]
-    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
-    shorter = 0
-    peaks = common_peaks(case.trace.devices)
-    by_start = {round(one.start / 1e3 + case.trace.zero_us, 3): one for one in case.step.work}
-    for kernel in raw_work(events, mark):
-        launch = launches[kernel["args"]["correlation"]]
-        around = [e for e in ops if e["tid"] == launch["tid"] and e["ts"] <= launch["ts"] and end(launch) <= end(e)]
-        inner = max(around, key=lambda e: e["ts"], default=None)
-        dims = inner["args"]["Input Dims"] if inner else []
-        flat = {size for dim in dims for size in dim if isinstance(size, int)}
-        tokens = max((n for n in lengths if flat & {n, 8 * n}), default=None)
-        work = by_start[round(kernel["ts"], 3)]
-        us = proposal.graph.dur[case.graph.activity[id(work)]] / 1e3
-        if tokens in (None, 768):  # the last tokens' work, and the prompt's, where a token also has 768 features
-            assert us == pytest.approx(kernel["dur"], abs=0.01)
-            continue
-        shorter += kernel["dur"]
-        least = 1.0
-        if inner["name"] == "aten::addmm" and "nvjet" in kernel["name"]:
-            weight = 2 * math.prod(dims[2])
-            least = max(4.0, weight / (BANDWIDTH * peaks.gb_s) / 1e3)
-        if "nvjet" in kernel["name"] and inner["name"] != "aten::addmm":
-            assert us < kernel["dur"]  # the product with the vocabulary
-        else:
-            assert us == pytest.approx(min(kernel["dur"], max(kernel["dur"] / tokens, least)), abs=0.3)
-    spent = re.search(r": ([\d.]+ \w+) of GPU work", proposal.evidence)[1]
-    assert ms(spent) == pytest.approx(shorter / 1e3, rel=0.02)
-
-
-def test_each_call_of_attention_with_a_cache_takes_two_launches_more():
-    """Without shorter kernels the step is as long as before, and these launches are the CPU's."""
-    case = case_of(file_of(AGAIN))
-    graph = inference.kv_cache(case).graph
-    passes, layers = 5, 2  # without the prompt's
-    added = sum(graph.lag) - sum(case.graph.lag)
-    assert added / 1e3 == pytest.approx(3 * passes * layers * 2 * case.launch_us, rel=0.01)
-
-
 def test_tokens_that_are_recomputed_are_told_to_use_a_static_cache():
     events, mark = typical_step(AGAIN)
     one = priced_changes(file_of(AGAIN))["static_cache"]
@@ -209,8 +158,7 @@ def test_each_step_may_be_one_pass():
     assert all(after == before + 1 for before, after in pairwise(lengths))
     case = case_of(file_of(EACH_STEP))
     assert case.recomputed_tokens == (lengths[0], lengths[-1])
-    evidence = inference.kv_cache(case).evidence
-    assert f"here from {lengths[0]} to {lengths[-1]}:" in evidence
+    assert f"here from {lengths[0]} to {lengths[-1]};" in inference.static_cache(case).evidence
 
 
 def of_lengths(length_of):
@@ -248,7 +196,7 @@ def without_shapes(events):
 def test_only_passes_that_each_have_one_token_more_recompute_tokens(tmp_path, edit):
     case = case_of(edited(file_of(AGAIN), tmp_path, edit))
     assert case.recomputed_tokens is None
-    assert inference.kv_cache(case) is None and inference.static_cache(case) is None
+    assert inference.static_cache(case) is None
 
 
 def test_a_growing_cache_and_training_recompute_no_tokens(tmp_path):

@@ -18,7 +18,8 @@ from tracereader.changes.catalogue import opportunities
 from tracereader.changes.context import Case
 from tracereader.figures import summarize
 from tracereader.figures.hardware import common_peaks
-from tracereader.replay import graph_of, step_us_at
+from tracereader.replay import graph_of
+from tracereader.replay.changes import step_us_at
 from tracereader.trace import read
 
 PAIRS = ROOT / "benchmarks/pairs"

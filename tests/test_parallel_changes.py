@@ -4,15 +4,11 @@ tests/traces/h200-x2/accumulated_* and communicated_* were recorded by traces/re
 NCCL_P2P_DISABLE=1, communicated_ddp_nvlink without it. Each file has the step's measured time without the profiler.
 """
 
-import shutil
-
 import pytest
 from references import ROOT, proposals
-from references import measured as measured_of
 from test_ranks import as_json, changed, document, end, marks, slices
 
 from tracereader import cli
-from tracereader.changes import catalogue, fusion
 from tracereader.changes import ranks as rank_changes
 from tracereader.changes.catalogue import each_priced
 from tracereader.changes.context import Case
@@ -22,7 +18,6 @@ from tracereader.replay import graph_of
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
-from tracereader.two_runs import compare
 
 FOLDER = ROOT / "tests/traces/h200-x2"
 PAIRS = (
@@ -299,13 +294,6 @@ def test_two_jobs_show_which_change_was_made(before, change, after):
         assert {one for one in judged if rank_changes.FOLLOWED[one](*pair)} == shown
 
 
-@pytest.mark.parametrize(("before", "change", "after"), [pair for pair in PAIRS if pair[1] in catalogue.BY_NAME])
-def test_two_traces_of_one_rank_show_which_change_was_made(before, change, after):
-    first, second = (compare.Side(measured_of(ranks_of(job)[0])) for job in (before, after))
-    judge = catalogue.BY_NAME[change].followed
-    assert judge(first, second) and not judge(second, first) and not judge(first, first)
-
-
 def test_the_time_in_which_ddp_sends_buffers_is_summed():
     """Each forward pass begins with it: the buffers are flattened, sent, and copied back."""
     path = ranks_of("buffers_sent")[0]
@@ -324,33 +312,6 @@ def test_the_time_in_which_ddp_sends_buffers_is_summed():
             f"{duration(sum(e['dur'] for e in outermost))} of CPU time"
         )
     assert any(found["keep_buffers"].evidence.endswith(one) for one in said)
-
-
-@pytest.mark.parametrize("around", [FORWARDS[0], "aten::conv2d"])
-def test_a_region_of_torch_compile_without_a_compiled_graph_is_named(tmp_path, around, monkeypatch):
-    """torch.compile(DistributedDataParallel(model)) gave such a region around DDP's forward pass, in torch 2.11."""
-    monkeypatch.setattr(fusion, "MOSTLY_BATCH_NORM", 2)  # otherwise compiled code saves this model no CPU time
-    path = ranks_of("buffers_sent")[0]
-
-    def compiled(found):
-        inside = [e for e in found["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation")]
-        for e in [e for e in inside if e["name"] == around]:
-            region = {"cat": "cpu_op", "name": "Torch-Compiled Region: 0/0", "ts": e["ts"] - 0.4, "dur": e["dur"] + 0.8}
-            found["traceEvents"].append(e | region)
-
-    found, eager = (
-        next(one for one in proposals(file) if one.change == "fuse_pointwise")
-        for file in (changed(tmp_path, path, compiled), shutil.copy(path, tmp_path / "eager.json.gz"))
-    )
-    assert eager.how == "torch.compile(model)" and "torch.compile" not in eager.evidence
-    more = "; torch.compile has been called, but its region calls no graph that Inductor compiled"
-    kernels = eager.evidence.partition("; compiled code takes")[0]
-    assert found.evidence.startswith(kernels) and found.evidence.endswith(more)
-    of_ddp, other = (
-        "DistributedDataParallel(torch.compile(model))",
-        "torch.compile(model), with TORCH_LOGS=graph_breaks",
-    )
-    assert found.how == (of_ddp if around in FORWARDS else other)
 
 
 def test_a_job_that_reduces_in_each_pass_reads_in_80_columns(capsys, monkeypatch):

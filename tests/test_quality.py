@@ -196,7 +196,6 @@ def test_a_cold_step_is_told_to_warm_up_first(name):
     # The other changes are those of the step without its first calls.
     assert all(one.step_us == pytest.approx(summary.recorded_step_us) for one in others)
     assert summary.recorded_step_us < summary.chosen.cpu_us / 2
-    assert not {one.change for one in others} & {"recompile", "allocator"}
 
 
 def test_the_first_calls_of_a_cold_step_are_those_that_take_longest():

@@ -10,14 +10,12 @@ import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
 from references import LARGE_FILE, small_first
 
-from tracereader.replay import (
-    Graph,
-    Reason,
-    Refused,
+from tracereader.replay import Graph, Reason, Refused, graph_of
+from tracereader.replay import recorded as graph_module
+from tracereader.replay.changes import (
     cuda_graph,
     fused,
-    graph_of,
-    is_wait,
+    launching_only,
     overlapped,
     spans_of,
     with_cpu_speed,
@@ -28,9 +26,8 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
-from tracereader.replay import recorded as graph_module
-from tracereader.replay.changes import launching_only
 from tracereader.trace import outermost, read
+from tracereader.trace.waits import is_wait
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "traces" / "reference"

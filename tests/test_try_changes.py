@@ -336,7 +336,7 @@ def test_only_and_without_choose_the_changes(searched):
 def test_the_order_is_that_of_the_predictions():
     """Small predictions leave the usual order: a loader comes before an optimizer that is predicted to save 4%."""
     ordered = candidates.in_order(
-        all_candidates(), {"fuse_pointwise": 0.5, "no_recompute": 0.3, "fused_optimizer": 0.2, "allocator": 0.04}
+        all_candidates(), {"fuse_pointwise": 0.5, "no_recompute": 0.3, "fused_optimizer": 0.2, "remove_sync": 0.04}
     )
     keys = [one.key for one in ordered]
     assert keys[:5] == ["compile_reduce_overhead", "no_checkpoint", "fused_optimizer", "foreach_optimizer", "workers"]

@@ -74,21 +74,6 @@ def test_a_librarys_model_is_called_in_the_users_script():
     assert found and {written(one) for one in found} == {mine}
 
 
-def test_calls_of_the_allocator_are_in_the_function_with_most_of_their_time():
-    events = raw_events(CAPTURE)
-    frames, us = own_frames(events, "capture.py"), {}
-    for one in (e for e in events if e["name"] in ("cudaFree", "cudaMalloc", "cudaHostAlloc")):
-        around = [f for f in frames if f["tid"] == one["tid"] and f["ts"] <= one["ts"] < end(f)]
-        for name in {f["name"] for f in around}:
-            us[name] = us.get(name, 0) + one["dur"]
-    most = {
-        name
-        for name, time in us.items()
-        if time > sum(e["dur"] for e in events if e["name"] in ("cudaFree", "cudaMalloc")) / 2
-    }
-    assert written(priced_changes(CAPTURE)["allocator"].function) in most
-
-
 def test_a_trace_without_stacks_names_no_function(tmp_path):
     document = json.loads(gzip.decompress(TRAINING.read_bytes()))
     document["traceEvents"] = [e for e in document["traceEvents"] if e.get("cat") != "python_function"]

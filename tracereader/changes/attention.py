@@ -20,7 +20,7 @@ from tracereader.figures.steps import self_us
 from tracereader.figures.unfused import on_the_cpu
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import (
+from tracereader.replay.changes import (
     fused,
     spans_of,
     with_cpu_time,
@@ -35,9 +35,9 @@ from tracereader.trace.labels import FLEX_ATTENTION
 from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD
 from tracereader.two_runs.faster import graphs_launched
 from tracereader.two_runs.same_work import (
-    LEFT,
     by_calls,
     equal_single_products,
+    halved,
     on_the_gpu,
     same_heavy,
     same_on_the_cpu,
@@ -97,14 +97,13 @@ def fused_attention_on_the_cpu(case: Case) -> Proposal | None:
     also = f", and {duration(sum(op.us for op in backward))} in backward" if backward else ""
     keys = {_keys(first) for first, _, _ in typical}
     of_keys = f" of {min(keys):,} keys" if len(keys) == 1 else ""
-    masked = case.trace.trains and any(op.name in ADDS for _, between, _ in typical for op in between)
     math_calls = [above for first, _, _ in typical for above in first.above() if above.name == SDPA_MATH]
     return Proposal(
         without_cpu_time(case.graph, spans_of([*forward, *backward])),
         f"{counted(len(typical), 'softmax', 'softmaxes')}{of_keys} between batched products: the ops between the "
         f"products take {duration(us)}{also}"
         + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
-        how_to_fuse(math_calls) + ", if no gradient of the mask is needed" * masked,
+        how_to_fuse(math_calls),
         assumed=True,
     )
 
@@ -412,16 +411,12 @@ def no_mask_tensor(case: Case) -> Proposal | None:
     )
 
 
-def _follows_mask_once(before: Side, after: Side) -> bool:
-    """The step makes no mask any more, and the products and attention are the same."""
-    return (
-        before.summary.attention.mask_made is not None
-        and after.summary.attention.mask_made is None
-        and same_heavy(before, after)
-    )
-
-
-@change("make the mask once", "the mask is the same in each step", followed=_follows_mask_once, on_cpu=True)
+@change(
+    "make the mask once",
+    "the mask is the same in each step",
+    followed=halved(lambda side: side.summary.attention.mask_made is not None, same_heavy),
+    on_cpu=True,
+)
 def mask_once(case: Case) -> Proposal | None:
     if not case.has(("aten::tril", "aten::triu").__contains__):
         return None
@@ -436,16 +431,10 @@ def mask_once(case: Case) -> Proposal | None:
     )
 
 
-def _follows_shared_keys(before: Side, after: Side) -> bool:
-    """Keys and values are not expanded any more, and the number of products is the same."""
-    was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
-    return was is not None and now is None and by_calls(before, after) and same_products(before, after)
-
-
 @change(
     "share keys and values between query heads",
     "the attention kernel takes keys and values of fewer heads as fast",
-    followed=_follows_shared_keys,
+    followed=halved(lambda side: side.summary.llm.unneeded.expanded is not None, by_calls, same_products),
 )
 def shared_keys(case: Case) -> Proposal | None:
     if case.summary.llm.unneeded.expanded is None:
@@ -468,19 +457,14 @@ def shared_keys(case: Case) -> Proposal | None:
     )
 
 
-def _follows_attention_plans(before: Side, after: Side) -> bool:
-    """cuDNN's attention takes at most half of the CPU time, and the products are the same."""
-    was, now = (
-        sum(one.self_us for name, one in side.summary.cpu.ops.items() if CUDNN_ATTENTION in name)
-        for side in (before, after)
-    )
-    return was > 0 and now <= LEFT * was and same_products(before, after) and by_calls(before, after)
-
-
 @change(
     "avoid cuDNN's plans for new attention shapes",
     "another backend takes as long on the GPU",
-    followed=_follows_attention_plans,
+    followed=halved(
+        lambda side: sum(one.self_us for name, one in side.summary.cpu.ops.items() if CUDNN_ATTENTION in name),
+        same_products,
+        by_calls,
+    ),
     needs=CUDA,
     keys=("attention_flash", "attention_cudnn", "attention_mem_efficient"),
 )

@@ -7,8 +7,8 @@ import msgspec
 from tracereader import progress
 from tracereader.changes import (
     attention,
-    batching,
     copies,
+    equal_passes,
     fusion,
     graphs,
     inference,
@@ -45,7 +45,7 @@ from tracereader.two_runs.side import Side
 WARM_UP = Change("warm_up", "warm up, then record again", "a warm step makes none of these calls")
 # A change that one of these modules declares is included without further registration.
 MODULES = (
-    graphs, waits, optimizer, work_ahead, batching, fusion, attention, layout, less_data, precision, copies,
+    graphs, waits, optimizer, work_ahead, equal_passes, fusion, attention, layout, less_data, precision, copies,
     parallel, inference,
 )  # fmt: skip
 DECLARED = (one for module in MODULES for one in vars(module).values() if isinstance(one, Change))

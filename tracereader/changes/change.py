@@ -24,9 +24,9 @@ class Change(msgspec.Struct, frozen=True):
     on_cpu: proposes the change of a program that uses no GPU. needs: the backends on which it can be made; empty for
     any device with a queue. keys: what try-changes calls the ways to make it without an edit of the code.
     followed: whether the second of two runs makes the change: only if it shows the change, the first one does not, and
-    they show no other difference in the work. Its docstring is the sign that the docs name. None if two traces do not
-    decide it. jobs_followed: the same of two jobs of several ranks. replayed: of a change of all ranks, which
-    changes/ranks.py declares, returns the rank to replay; None if there is no reason for the change.
+    they show no other difference in the work. None if two traces do not decide it. jobs_followed: the same of two jobs
+    of several ranks. replayed: of a change of all ranks, which changes/ranks.py declares, returns the rank to replay;
+    None if there is no reason for the change.
     """
 
     name: str

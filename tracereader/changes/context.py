@@ -1,7 +1,7 @@
 """The input of a proposal: the trace, its measurements, its graph, and what proposals ask of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -16,7 +16,6 @@ from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
-from tracereader.findings.finding import WORTH_SHOWING
 from tracereader.findings.recording import (
     MOST_TIMES,
     changes_the_regime,
@@ -25,8 +24,8 @@ from tracereader.findings.recording import (
     may_lengthen,
     recording_matters,
 )
-from tracereader.replay import Graph, fused, step_us_at, with_cpu_time, without_cpu_time
-from tracereader.replay.changes import launching_only
+from tracereader.replay import Graph
+from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import INDUCTORS_CALL
 
@@ -36,8 +35,6 @@ ROUGHLY = 0.03
 T = TypeVar("T")
 # A GPU activity: its slice, its measurements, and the op that launched it.
 Entry = tuple[Work, GpuWork, Op | None]
-
-Widen = Callable[[Step, tuple, int, int], tuple[int, int]]
 
 
 class Case(msgspec.Struct, frozen=True, dict=True):
@@ -85,34 +82,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def replayed(self) -> Step:
         """Return the typical step, or a replayed one if it is not replayed."""
         return self.step if self.step in self.steps else self.steps[-1]
-
-    @cached_property
-    def us_by_family(self) -> dict[str, float]:
-        """Return the summed time (µs) of the typical step's GPU activities by family."""
-        found: dict[str, float] = defaultdict(float)
-        for one in self.summary.gpu_work:
-            found[one.family] += one.us
-        return found
-
-    def could_gain(self, families: Container[str]) -> bool:
-        """Return whether shorter GPU activities of these families could make the step short enough to be shown.
-
-        The only step, if nothing before its start on the CPU delays it, loses there at most what they take together.
-        Then no replay is needed. The result is True for several steps, and if the time without the profiler is known or
-        estimated.
-        """
-        start = self.graph.steps[0].start
-        delayed = max(self.graph.before[start], self.graph.via[start], self.graph.wait[start]) >= 0
-        if (
-            delayed
-            or self.steps != (self.step,)
-            or self.summary.unprofiled_step_us
-            or self.estimates
-            or self._may_be_lengthened
-        ):
-            return True
-        us = sum([us for family, us in self.us_by_family.items() if family in families])
-        return self.graph.lanes_us[0] - us < (1 - WORTH_SHOWING) * self.graph.replayed_us
 
     @cached_property
     def estimates(self) -> tuple[Unprofiled, ...]:
@@ -292,13 +261,12 @@ class Case(msgspec.Struct, frozen=True, dict=True):
             if all(one in here for one in group)
         ]
 
-    def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None) -> Graph:
+    def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float) -> Graph:
         """Return the graph in which each group of activities is one activity of the given time (µs) and one call.
 
         The call takes `cpu_us` of CPU time. It replaces everything that a thread does from the first to the last op
-        that launches only activities of the group. widen: returns a wider stretch of the thread for these ops.
+        that launches only activities of the group.
         """
-        of_step = {id(one): step for step in self.steps for one in step.work}
         groups = self.groups_in_all_steps(groups)
         spans, added = [], []
         for (work, _), calls in zip(groups, launching_only(self.graph, [work for work, _ in groups]), strict=True):
@@ -306,8 +274,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
             for op in calls:
                 by_track[op.track].append(op)
             for track, ops in by_track.items():
-                start, end = min(op.start for op in ops), max(op.end for op in ops)
-                spans.append((track, *(widen(of_step[id(work[0])], track, start, end) if widen else (start, end))))
+                spans.append((track, min(op.start for op in ops), max(op.end for op in ops)))
             first = min(
                 (one.launch for one in work if one.launch is not None), key=lambda call: call.start, default=None
             )

@@ -1,4 +1,4 @@
-"""Changes of copies and memory: copies ahead, many copies in one, activations that are kept, allocation."""
+"""Changes of copies and memory: copies ahead, many copies in one, activations that are not recomputed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,17 +7,13 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.pace import PAUSE_US
-from tracereader.figures.phases import backward_nodes
 from tracereader.figures.training import recomputed_ops
 from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.finding import counted, duration, how_often, listed, size
-from tracereader.replay import (
-    is_wait,
+from tracereader.findings.finding import counted, duration, size
+from tracereader.replay.changes import (
     overlapped,
-    spans_of,
     with_cpu_time,
     with_durations,
     without_cpu_time,
@@ -28,8 +24,9 @@ from tracereader.replay import (
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY
 from tracereader.trace.op_names import COPIES_INPUTS
+from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
-from tracereader.two_runs.same_work import LEFT, compiled, same_heavy, same_products, the_same_work
+from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, same_products, us_of
 from tracereader.two_runs.side import Side
 
 # If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
@@ -40,31 +37,22 @@ STAGED_BYTES = 64 * 1024
 # From this many copies in a row on, one copy is proposed. Copies of more than 1 MB do not count: from pinned memory,
 # they take 21 µs or more, about as long as their launch.
 MANY_COPIES, SMALL_BYTES = 8, 1 << 20
-# The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
-ALLOCATES = {
-    runtime + what
-    for runtime in ("cuda", "hip")
-    for what in ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
-}
-GPU_ALLOCATES, GPU_FREES = {"cudaMalloc", "hipMalloc"}, {"cudaFree", "hipFree"}
-ALLOCATING_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
 
 
-def _follows_no_recompute(before: Side, after: Side) -> bool:
-    """Backward recomputes at most half as many forward ops, and no product or attention kernel is new."""
-    was, now = (side.summary.training.recomputed for side in (before, after))
-    first, second = (
-        Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after)
-    )
-    fewer = was is not None and (now.calls if now else 0) <= LEFT * was.calls
-    rest = set(second) <= set(first) and LEFT * first.total() < second.total() <= first.total()
-    return fewer and rest and compiled(before) == compiled(after)
+def _recomputed_calls(side: Side) -> int:
+    return one.calls if (one := side.summary.training.recomputed) else 0
+
+
+def _no_new_heavy_work(before: Side, after: Side) -> bool:
+    """Return whether no product or attention kernel is new, and more than half of them are left."""
+    was, now = (Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after))
+    return set(now) <= set(was) and LEFT * was.total() < now.total() <= was.total()
 
 
 @change(
     "keep activations instead of recomputing them",
     "the activations fit into memory",
-    followed=_follows_no_recompute,
+    followed=halved(_recomputed_calls, _no_new_heavy_work, as_compiled),
     keys=("no_checkpoint",),
 )
 def no_recompute(case: Case) -> Proposal | None:
@@ -72,9 +60,8 @@ def no_recompute(case: Case) -> Proposal | None:
     if recomputed is None:
         return None
     ops = [op for step in case.steps for op in recomputed_ops(step)]
-    spans = _stretches(ops) + [span for step in case.steps for span in _unpacking(step)]
     return Proposal(
-        without_cpu_time(without_ops(case.graph, ops), spans),
+        without_cpu_time(without_ops(case.graph, ops), _stretches(ops)),
         f"{counted(recomputed.calls, 'forward op')} run again in backward: "
         f"{duration(recomputed.gpu_us or 0.0)} of GPU time",
         "checkpoint fewer blocks, as far as memory allows",
@@ -95,18 +82,6 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
         end = min((op.start for op in parent.children if op.start >= last), default=parent.end)
         found.append((some[0].track, parent.start, end))
     return found
-
-
-def _unpacking(step: Step) -> list[tuple[tuple, int, int]]:
-    """Return the spans in which the checkpoint's hooks give backward's nodes the recomputed tensors.
-
-    That is Python before a node's first op. The lower quartile is the time of a node that asks for no such tensor. In
-    "gpt2/recompute" the others take 2 to 7 launches there, and below 1 without checkpoints ("gpt2/sdpa").
-    """
-    nodes = [node for node in backward_nodes(step) if node.children and node.children[0].children]
-    begun = [(node, node.children[0].children[0].start) for node in nodes]
-    usual = sorted(first - node.start for node, first in begun)[len(begun) // 4] if begun else 0
-    return [(node.track, min(node.start + usual, first), first) for node, first in begun]
 
 
 def _copied_bytes(side: Side, way: str) -> int:
@@ -256,84 +231,14 @@ def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
     return [run for run in runs if len(run) >= MANY_COPIES]
 
 
-def _follows_keep_activations(before: Side, after: Side) -> bool:
-    """At most half of the bytes are copied from the GPU, and to it, and the number of products is the same."""
-    bytes_ = [[_copied_bytes(side, way) for side in (before, after)] for way in ("DtoH", "HtoD")]
-    return all(was > 0 and now <= LEFT * was for was, now in bytes_) and same_products(before, after)
-
-
-@change("keep activations on the GPU", "the activations fit into memory", followed=_follows_keep_activations)
-def keep_activations(case: Case) -> Proposal | None:
-    """Return a proposal to keep the activations on the GPU that a forward copies to the CPU and its backward back."""
-    if not case.offloads:
-        return None
-    found, typical = case.in_each_step(offloading)
-    copies = [one for op in typical for one in op.work_below() if one.kind == "memcpy"]
-    out = [one for one in copies if "DtoH" in one.name]
-    if not out:
-        return None
-    return Proposal(
-        without_ops(case.graph, [op for some in found for op in some]),
-        f"{len(out):,} activations ({size(sum(map(_bytes, out)))} in total) are copied to the CPU in forward and back "
-        f"in backward: {duration(sum(one.us for one in copies))}",
-        "do not offload them (save_on_cpu), or offload fewer, as far as the GPU's memory allows",
-    )
-
-
-def _follows_allocator(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the calls that allocate GPU memory remain."""
-    was, now = (
-        sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATING_CALLS))
-        for side in (before, after)
-    )
-    return now <= LEFT * was and now < was and the_same_work(before, after)
-
-
-@change(
-    "allocate no memory in the steps",
-    "memory that is allocated once is reused in every step",
-    followed=_follows_allocator,
-    needs=CUDA_OR_HIP,
-    keys=("expandable_segments",),
-)
-def allocator(case: Case) -> Proposal | None:
-    if not case.has(ALLOCATES.__contains__):
-        return None
-    calls, typical = case.in_each_step(
-        lambda step: [op for op in step.named(ALLOCATES.__contains__) if op.kind == "runtime"]
-    )
-    if not typical:
-        return None
-    names = Counter(op.name for op in typical)
-    each = listed(f"{name} {how_often(count)}" for name, count in names.most_common(3))
-    seen = f"a step calls {each}, which takes {duration(sum(op.us for op in typical))}"
-    how = (
-        "keep shapes equal from step to step, do not call empty_cache(), pin buffers once; "
-        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    )
-    allocating = sum(any(op.name in GPU_ALLOCATES for op in some) for some in calls)
-    if allocating > 1 and GPU_ALLOCATES.issuperset(names) and not case.has(GPU_FREES.__contains__):
-        seen += f"; {allocating} of {len(calls)} steps allocate GPU memory, and none frees any"
-        how = (
-            "keep shapes equal from step to step, and no tensors of earlier steps "
-            "(torch.cuda.memory._record_memory_history() lists them); if memory stops growing later, record later steps"
-        )
-    return Proposal(without_cpu_time(case.graph, spans_of(op for some in calls for op in some)), seen, how)
-
-
-def _follows_static_inputs(before: Side, after: Side) -> bool:
-    """Both steps launch about the same kernels as CUDA graphs, and at most half of the copies of inputs remain."""
-    was, now = (
-        sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
-    )
-    graphs = all(any(one.from_graph for one in side.summary.gpu_work) for side in (before, after))
-    return graphs and was > 0 and now <= LEFT * was and same_heavy(before, after)
+def _launch_graphs(*sides: Side) -> bool:
+    return all(any(one.from_graph for one in side.summary.gpu_work) for side in sides)
 
 
 @change(
     "give the CUDA graph its inputs in place",
     "inputs stay where they are, or are written where the graph reads them",
-    followed=_follows_static_inputs,
+    followed=halved(us_of(lambda one: one.asked_by == COPIES_INPUTS), same_heavy, _launch_graphs),
     needs=CUDA_OR_HIP,
 )
 def static_inputs(case: Case) -> Proposal | None:

@@ -1,4 +1,7 @@
-"""Passes of equal work that a loop makes one after the other: one sample, expert, clip or environment each."""
+"""Changes that give each launch more work: a larger batch, and equal passes as one.
+
+A loop makes such passes one after the other: one sample, expert, clip or environment each.
+"""
 
 import bisect
 import math
@@ -11,21 +14,27 @@ from statistics import median_high
 import msgspec
 
 from tracereader.changes import prices
+from tracereader.changes.change import change
 from tracereader.changes.context import Case
+from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import moving_us
+from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.repeats import repeated_names
 from tracereader.figures.steps import outermost_named
-from tracereader.replay import with_durations, without_cpu_time, without_work
+from tracereader.replay.changes import with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.labels import LOADER, OPTIMIZERS
+from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
+from tracereader.two_runs.same_work import LEFT, products, same_flops
+from tracereader.two_runs.side import Side
 
+MOSTLY = 0.5  # of a step's GPU time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
 COMPARES = "aten::eq"
+JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -43,11 +52,18 @@ class Loop(msgspec.Struct, frozen=True):
     what: str
 
 
-def passes_at_once(case: Case) -> Proposal | None:
+def _follows_larger_batch(before: Side, after: Side) -> bool:
+    """The matrix products have the same FLOPs in at most half as many kernels."""
+    was, now = (products(side) for side in (before, after))
+    return len(now) <= LEFT * len(was) and same_flops(was, now)
+
+
+@change("give each launch more work", "no pass needs what another one computes", followed=_follows_larger_batch)
+def larger_batch(case: Case) -> Proposal | None:
     """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded.
 
-    What the CPU does in all passes but the last one is removed, and so is what these launch, with its backward. The
-    kernels of the last pass do the work of all.
+    What the CPU does in all passes but the last one is removed, and so is what these launch, with its backward, and
+    what joins their results. The kernels of the last pass do the work of all.
     """
     if case.summary.waits_for != "overhead" or case.growing_keys is not None or case.recomputed_tokens is not None:
         return None
@@ -61,6 +77,10 @@ def passes_at_once(case: Case) -> Proposal | None:
             spans += [(track, *removed) for track in case.graph.threads]
             nodes, work = _launched_from(case.trace, step, *removed)
             gone += work
+            join, *following = [op for op in step.outermost if op.start >= loop.end][:2] or [None]
+            if join is not None and join.name in JOINS:
+                spans.append((join.track, loop.end, following[0].start if following else join.end))
+                gone += join.work_below()
             spans += [(op.track, op.start, op.end) for op in nodes]
     us = {}
     measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
@@ -82,10 +102,20 @@ def passes_at_once(case: Case) -> Proposal | None:
 
 
 def _batched_us(case: Case, one: GpuWork, count: int) -> float:
-    """Return the time (µs) of one kernel for as much work as so many of these kernels, with one block on each SM."""
-    sms, blocks = case.summary.source.sms, count * math.prod(one.grid or [0])
+    """Return the time (µs) of one kernel for as much work as so many of these kernels.
+
+    Each SM computes one block at a time. A product takes no longer than a good one. A copy takes the time of its bytes.
+    """
+    sms, blocks, peaks = case.summary.source.sms, count * math.prod(one.grid or [0]), case.peaks
     together = one.us * max(1.0, blocks / sms) if sms and blocks else count * one.us
-    least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
+    moved = count * (one.bytes_moved or 0)
+    if "DtoD" in one.name and moved and peaks:
+        together = one.us
+    elif one.product and one.flops and peaks:
+        peak = peaks.bf16 if (one.name_says.get("types") or "").lower() in TWO_BYTES else peaks.fp32
+        good_us = multiplying_us(count * one.flops, prices.PRODUCT * peak, moved, peaks)
+        together = min(together, max(one.us, good_us))
+    least = moving_us(moved, peaks) if peaks else 0.0
     return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
 
 
@@ -224,3 +254,32 @@ def _ascending(calls: Sequence[tuple[int, Op]]) -> Iterator[list[Op]]:
             run.append(op)
             last = place
     yield run
+
+
+@change("double the batch", "launches take as long for twice the batch")
+def double_batch(case: Case) -> Proposal | None:
+    """Return a proposal to double the batch where the GPU waits for launches for most of the time.
+
+    The launches take the CPU as long for twice the batch. What the CPU computes itself grows with it, so that none of
+    the step may be such work. Each activity on the GPU takes twice as long, except for the optimizer's and the
+    collectives, whose sizes are those of the parameters.
+    """
+    summary = case.summary
+    steady = summary.steady
+    if summary.waits_for != "overhead" or steady is None or summary.training.loading or not case.trace.has_steps:
+        return None
+    if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
+        return None
+    if any(host(step).computing or host(step).pauses for step in case.steps) or loops(case.trace, case.step):
+        return None  # each sample of a loop has launches of its own
+    updates = case.launched_in(OPTIMIZER)
+    as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}
+    share = steady.idle_not_launched_us / summary.steady_us
+    longer = {work: 2 * one.us for work, one, _ in case.activities if work not in as_long}
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(longer)),
+        f"the GPU waits for launches {share:.0%} of the time; the time after it is half a step of twice the batch",
+        "process twice as many samples in one step, with no more launches",
+        assumed=True,
+        shared=2,
+    )

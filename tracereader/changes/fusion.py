@@ -22,34 +22,33 @@ from tracereader.figures.pace import PAUSE_US, with_a_middle
 from tracereader.figures.phases import backward_begins, of_the_loss, outside_model
 from tracereader.figures.steps import compilations
 from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
-from tracereader.replay import (
-    Graph,
-    fused,
-    is_wait,
-    spans_of,
-    with_cpu_time,
-    with_durations,
-    with_smaller_graphs,
-    without_cpu_time,
-)
+from tracereader.replay import Graph
+from tracereader.replay.changes import fused, with_cpu_time, with_durations, with_smaller_graphs, without_cpu_time
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.intervals import minus, union
 from tracereader.trace.labels import (
     ACCUMULATES,
     COMPILING,
-    DDPS_FORWARD,
     INDUCTORS_CALL,
     LOADER,
     LOOKUP,
     OPTIMIZERS,
-    REGION,
     WRAPPERS,
 )
 from tracereader.trace.op_names import FOREACH, OF_UNKNOWN_SIZE
 from tracereader.trace.types import Inputs
-from tracereader.two_runs.faster import ALMOST, share_in_common
-from tracereader.two_runs.same_work import LEFT, by_calls, newly_compiled, same_heavy, same_products, usual_type
+from tracereader.trace.waits import is_wait
+from tracereader.two_runs.faster import ALMOST
+from tracereader.two_runs.same_work import (
+    by_calls,
+    halved,
+    newly_compiled,
+    same_heavy,
+    same_products,
+    same_type,
+    the_same_work,
+)
 from tracereader.two_runs.side import Side
 
 COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
@@ -82,7 +81,7 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
     shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = same_products(before, after) and attention[0] == attention[1]
-    as_many = as_many and (usual_type(before) == usual_type(after) or follows_tensor_cores(before, after))
+    as_many = as_many and (same_type(before, after) or follows_tensor_cores(before, after))
     compiled = newly_compiled(before, after)
     # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
     as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
@@ -98,14 +97,12 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
 def fuse_pointwise(case: Case) -> Proposal | None:
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
     saves_calls = case.trace.trains and not case.summary.launches_graphs and not _has_outputs_of_unknown_size(case)
-    if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
-        return None
     of_the_model = _of_the_model(case)
     fusable = [entry for entry in of_the_model if _is_fusable(entry)]
     in_norms = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
     if saves_calls and in_norms >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable):
         saves_calls = False
-        if not case.could_gain(FUSABLE) or has_batch_norms_of_volumes(case):
+        if has_batch_norms_of_volumes(case):
             return None
     compiled = sum(one.us for _, one, _ in fusable if one.is_compiled)
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
@@ -156,14 +153,6 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         how = f"torch.compile {what}; {part} of the saved GPU time is in the loss"
     if any(_reductions(some) >= UNROLLED for _, some in alike):
         how += "; compiling so many ops in a row may take minutes"
-    regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
-    regions = [one for one in regions if id(one) not in case.in_flex]
-    if regions:
-        seen += "; torch.compile has been called, but its region calls no graph that Inductor compiled"
-        around_ddp = any(below.name == DDPS_FORWARD for region in regions for below in region.children)
-        how = "torch.compile(model), with TORCH_LOGS=graph_breaks"
-        if around_ddp:
-            how = "DistributedDataParallel(torch.compile(model))"
     return Proposal(graph, seen, how, assumed=True)
 
 
@@ -408,45 +397,14 @@ def _flops_of_one(name: str) -> int:
     return prices.TRANSCENDENTAL if any(word in name for word in COSTLY) else prices.ARITHMETIC
 
 
-def _follows_recompile(before: Side, after: Side) -> bool:
-    """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
-    was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
-    return bool(was) and not now and share_in_common(before, after) >= ALMOST and same_heavy(before, after)
-
-
-@change(
-    "avoid recompilation in the steps",
-    "a compiled step takes as long as those that do not compile",
-    followed=_follows_recompile,
-    on_cpu=True,
-)
-def recompile(case: Case) -> Proposal | None:
-    if not case.has(lambda name: name.endswith(COMPILING)):
-        return None
-    compiling, typical = case.in_each_step(compilations)
-    if not typical:
-        return None
-    return Proposal(
-        without_cpu_time(case.graph, spans_of(op for some in compiling for op in some)),
-        f"the step compiles with torch.compile: {duration(sum(op.us for op in typical))}",
-        "warm up with every shape, mark changing dimensions (torch._dynamo.mark_dynamic), or pad inputs; "
-        "TORCH_LOGS=recompiles names the guard",
-    )
-
-
-def _follows_skip_guards(before: Side, after: Side) -> bool:
-    """The kernels are the same, and the cache lookups of torch.compile take at most half the time."""
-    was, now = (
-        sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
-    )
-    same = share_in_common(before, after) == 1 and same_heavy(before, after)
-    return 0 < now <= LEFT * was and by_calls(before, after) and same
-
-
 @change(
     "skip the guards of compiled code",
     "inputs fulfil the guards in every step",
-    followed=_follows_skip_guards,
+    followed=halved(
+        lambda side: sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)),
+        the_same_work,
+        same_heavy,
+    ),
     on_cpu=True,
     keys=("compile",),
 )

@@ -13,21 +13,20 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import moving_us
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
-from tracereader.figures.decoding import growing_appends
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.training import unused_nodes
 from tracereader.findings.decoding import head_of_all
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration
-from tracereader.findings.training import MANY_NODES
-from tracereader.replay import cuda_graph as as_cuda_graph
-from tracereader.replay import with_cpu_time, with_durations, without_cpu_time, without_ops
-from tracereader.trace import Op, Work
+from tracereader.replay.changes import cuda_graph as as_cuda_graph
+from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
+from tracereader.trace import Work
 from tracereader.trace.op_names import COPYING
 from tracereader.two_runs.faster import graphs_launched
 from tracereader.two_runs.same_work import (
     LEFT,
     by_calls,
+    halved,
     is_of_rank,
     on_the_gpu,
     same_heavy,
@@ -36,6 +35,8 @@ from tracereader.two_runs.same_work import (
 )
 from tracereader.two_runs.side import Side
 
+# From so many ops on that autograd records for no backward, switching it off is worth a look.
+MANY_NODES = 16
 STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
 
 
@@ -81,16 +82,10 @@ def last_logits(case: Case) -> Proposal | None:
     )
 
 
-def _follows_no_autograd(before: Side, after: Side) -> bool:
-    """Only in the first trace, autograd records ops without a backward. Products and convolutions are the same."""
-    was, now = (side.summary.training.unused_nodes for side in (before, after))
-    return was >= MANY_NODES and not now and same_heavy(before, after) and by_calls(before, after)
-
-
 @change(
     "run the model without autograd",
     "no backward follows outside the trace",
-    followed=_follows_no_autograd,
+    followed=halved(lambda side: side.summary.training.unused_nodes, same_heavy, by_calls),
     keys=("inference_mode",),
 )
 def no_autograd(case: Case) -> Proposal | None:
@@ -106,33 +101,6 @@ def no_autograd(case: Case) -> Proposal | None:
         without_cpu_time(case.graph, spans),
         f"autograd records {counted(len(typical), 'op')} of a step, and the trace has no backward pass",
         "torch.inference_mode() or torch.no_grad() around the model, if no backward follows",
-        assumed=True,
-    )
-
-
-def _follows_kv_cache(before: Side, after: Side) -> bool:
-    """Attention has as many calls, and fewer than half of the queries; the number of products is the same."""
-    was, now = (
-        sum(one.attention.queries for one in side.summary.gpu_work if one.attention) for side in (before, after)
-    )
-    return 0 < now <= LEFT * was and by_calls(before, after) and same_products(before, after)
-
-
-@change(
-    "keep keys and values in a KV cache",
-    "the model is causal; each activity takes one token's share of the time",
-    followed=_follows_kv_cache,
-)
-def kv_cache(case: Case) -> Proposal | None:
-    """Propose to keep keys and values where each pass through the model recomputes all tokens for a new one."""
-    if case.recomputed_tokens is None:
-        return None
-    appended = [(op.track, op.start, prices.AROUND * case.launch_us) for op in _calls_with_a_cache(case)]
-    times = _of_new_tokens(case)
-    return Proposal(
-        with_cpu_time(with_durations(case.graph, case.in_all_steps(times)), appended),
-        f"{_recomputes(case.recomputed_tokens)}: {duration(sum(work.us for work in times))} of GPU work",
-        "keep the keys and values of earlier tokens and pass only the new one (use_cache=True in transformers)",
         assumed=True,
     )
 
@@ -161,18 +129,17 @@ def static_cache(case: Case) -> Proposal | None:
             f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
             "with each token"
         )
-    elif not case.trace.has_shapes and (appends := growing_appends(case.compared)):
-        calls, graph = [op for step in case.steps for op in attention_calls(step)], case.graph
-        seen = (
-            f"the {appends:,} kernels of aten::cat in a step have more blocks from step to step, as where a KV cache "
-            "grows; record_shapes=True shows its keys"
-        )
     elif case.recomputed_tokens:
-        calls, graph = _calls_with_a_cache(case), with_durations(case.graph, case.in_all_steps(_of_new_tokens(case)))
-        seen, how = _recomputes(case.recomputed_tokens), f"pass only the new token, with {STATIC}"
+        calls = [op for step in case.steps for one in _with_a_cache(passes((step,))) for op in one.calls]
+        graph, how = (
+            with_durations(case.graph, case.in_all_steps(_of_new_tokens(case))),
+            f"pass only the new token, with {STATIC}",
+        )
+        least, most = case.recomputed_tokens
+        seen = f"each pass through the model recomputes all tokens and has one more, here from {least:,} to {most:,}"
     else:
         return None
-    runs, captured, _ = long_runs(case, {id(op) for call in calls for op in (call, *call.above())})
+    runs, captured = long_runs(case, {id(op) for call in calls for op in (call, *call.above())})
     if not captured:
         return None
     return Proposal(
@@ -181,16 +148,6 @@ def static_cache(case: Case) -> Proposal | None:
         how,
         assumed=True,  # attention also reads the empty part of the cache
     )
-
-
-def _recomputes(tokens: tuple[int, int]) -> str:
-    least, most = tokens
-    return f"each pass through the model recomputes all tokens and has one more, here from {least:,} to {most:,}"
-
-
-def _calls_with_a_cache(case: Case) -> list[Op]:
-    """Return the replayed steps' calls of attention in passes that a cache makes shorter."""
-    return [op for step in case.steps for one in _with_a_cache(passes((step,))) for op in one.calls]
 
 
 def _with_a_cache(of_step: list[Pass]) -> list[Pass]:

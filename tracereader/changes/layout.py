@@ -15,19 +15,20 @@ from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import in_backward
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import with_durations, without_ops, without_work
+from tracereader.replay.changes import with_durations, without_ops, without_work
 from tracereader.trace import Op
 from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
 from tracereader.two_runs.faster import share_in_common
 from tracereader.two_runs.same_work import (
     LEFT,
+    as_compiled,
     by_calls,
-    compiled,
-    heavy,
+    halved,
     same_flops,
     same_products,
+    same_type,
     single_products,
-    usual_type,
+    us_of,
 )
 from tracereader.two_runs.side import Side
 
@@ -38,7 +39,7 @@ SLOW = 0.4
 # The kernels' names tell which alignment they need, in elements. cuBLAS's nvjet kernels load tiles with TMA, which
 # needs rows of a multiple of 16 bytes. On an H200, products by align1 kernels in bf16 take 5.7 and 6.4 times as long as
 # with padded dimensions (the committed pairs "odd_width" and "gpt2").
-UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
+ALIGNED = re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 
 
@@ -46,43 +47,12 @@ def _follows_align_shapes(before: Side, after: Side) -> bool:
     """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (single_products(side) for side in (before, after))
     odd = [sum(map(_is_odd, some)) for some in (was, now)]
-    if not was and not now:  # without shapes, the kernels' names show the alignment
-        odd = [sum(UNALIGNED.search(one.name) is not None for one in heavy(side)) for side in (before, after)]
-        return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_products(before, after)
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_flops(was, now)
 
 
 @change("pad dimensions to a multiple of 8", "the rate of a good product in bf16", followed=_follows_align_shapes)
 def align_shapes(case: Case) -> Proposal | None:
-    return (_by_shapes(case) or _by_kernels_names(case)) if case.could_gain(("GEMM",)) else None
-
-
-def _is_odd(one: GpuWork) -> bool:
-    return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))
-
-
-def _by_kernels_names(case: Case) -> Proposal | None:
-    """Return a proposal by the alignment in kernels' names, for products whose shapes were not recorded."""
-    found = [
-        (work, one)
-        for work, one, _ in case.named(UNALIGNED.search)
-        if one.family == "GEMM" and one.product is None and one.name_says.get("types") in TWO_BYTES
-    ]
-    times = {work: max(one.us / prices.OF_A_GOOD_KERNEL, prices.SMALL_PRODUCT_US) for work, one in found}
-    times = {work: us for work, us in times.items() if us < work.us}
-    if not times:
-        return None
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(times)),
-        f"{counted(len(times), 'product')} by kernels for rows that are not aligned to 16 bytes: "
-        f"{duration(sum(one.us for work, one in found if work in times))}",
-        "pad the dimensions of these products to a multiple of 8; record_shapes=True names the dimensions",
-        assumed=True,
-    )
-
-
-def _by_shapes(case: Case) -> Proposal | None:
-    """Return a proposal by recorded shapes. The number of rows of an activation needs no alignment.
+    """Return a proposal to pad products, by recorded shapes. The number of rows of an activation needs no alignment.
 
     Products of scores are left out: padded tokens need a mask, and a fused attention kernel does not need them.
     """
@@ -127,26 +97,23 @@ def _by_shapes(case: Case) -> Proposal | None:
     )
 
 
-def _follows_channels_last(before: Side, after: Side) -> bool:
-    """At most half of the layout conversions remain; the number and types of the convolutions are the same."""
-    was, now = (
-        sum("nchwToNhwc" in one.name or "nhwcToNchw" in one.name for one in side.summary.gpu_work)
-        for side in (before, after)
-    )
-    types = [(usual_type(side), compiled(side)) for side in (before, after)]
-    return now <= LEFT * was and now < was and types[0] == types[1] and same_products(before, after)
+def _is_odd(one: GpuWork) -> bool:
+    return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))
+
+
+def _converts(one: GpuWork) -> bool:
+    """Return whether a kernel of cuDNN's converts the layout of images or volumes."""
+    return "nchwToNhwc" in one.name or "nhwcToNchw" in one.name
 
 
 @change(
     "keep images in the channels_last layout",
     "convolutions and normalizations themselves take as long",
-    followed=_follows_channels_last,
+    followed=halved(us_of(_converts), same_type, same_products, as_compiled),
     keys=("channels_last",),
 )
 def channels_last(case: Case) -> Proposal | None:
-    conversions = [
-        (work, one) for work, one, _ in case.named(lambda name: "nchwToNhwc" in name or "nhwcToNchw" in name)
-    ]
+    conversions = [(work, one) for work, one, _ in case.activities if _converts(one)]
     convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if conversions else ()
     if not conversions or (found := _channels_last_layout(case, convolutions)) is None:
         return None

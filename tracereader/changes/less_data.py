@@ -8,11 +8,11 @@ from tracereader.changes.context import Case
 from tracereader.changes.equal_passes import IS_INDEX
 from tracereader.changes.opportunity import Proposal
 from tracereader.findings.finding import counted, duration
-from tracereader.replay import spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
+from tracereader.replay.changes import spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER
-from tracereader.two_runs.same_work import LEFT, same_products
+from tracereader.two_runs.same_work import halved, same_products
 from tracereader.two_runs.side import Side
 
 DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward")
@@ -77,16 +77,10 @@ def _dense_gradients(step: Step) -> list[tuple[Op, int]]:
     return found
 
 
-def _follows_largest_first(before: Side, after: Side) -> bool:
-    """Calls of topk replace sorts, and the products are the same."""
-    fewer = after.ops[SORTS] <= LEFT * before.ops[SORTS]
-    return fewer and after.ops[LARGEST] > before.ops[LARGEST] and same_products(before, after)
-
-
 @change(
     "take the largest values before sorting",
     "few values of each row are used; topk takes 0.3 of a sort's time",
-    followed=_follows_largest_first,
+    followed=halved(lambda side: side.ops[SORTS], same_products, lambda _, after: after.ops[LARGEST] > 0),
 )
 def largest_first(case: Case) -> Proposal | None:
     """Return a proposal to take a row's largest values with topk instead of sorting all of them.

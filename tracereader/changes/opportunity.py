@@ -6,7 +6,8 @@ import msgspec
 
 from tracereader.figures.users_code import Function
 from tracereader.findings.finding import WORTH_SHOWING
-from tracereader.replay import Graph, cpu_factor, step_us_at
+from tracereader.replay import Graph
+from tracereader.replay.changes import cpu_factor, step_us_at
 from tracereader.replay.recorded import TOLERANCE
 
 # An estimated range reaches the first share beyond the replayed savings at both ends of the estimate. Where the CPU

@@ -1,7 +1,6 @@
 """Changes of the optimizer and of the code beside it: how many calls update the parameters."""
 
 from collections import Counter
-from collections.abc import Iterable
 from operator import attrgetter
 
 from tracereader.changes import prices
@@ -11,17 +10,13 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.figures.phases import added_gradients
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time, without_ops
-from tracereader.replay.changes import spans_of
-from tracereader.trace import Op, Step, Work
+from tracereader.replay.changes import fused, spans_of, with_cpu_time, without_cpu_time, without_ops
+from tracereader.trace import Op, Step
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
-from tracereader.trace.op_names import FILLS, FUSED
-from tracereader.two_runs.same_work import LEFT, by_calls, same_heavy
+from tracereader.trace.op_names import FILLS
+from tracereader.two_runs.same_work import by_calls, halved, same_heavy, us_of
 from tracereader.two_runs.side import Side
 
-# A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
-# 930 launches, and one group of them 150 to 190. From so many groups on, the advice names them.
-MANY_GROUPS = 8
 # A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
 _start = attrgetter("start")
@@ -74,7 +69,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
     loops = [one for one in case.summary.training.optimizers if one.launches > FEW_LAUNCHES and one.faster]
     if not loops:
         return None
-    groups, updates, most_groups = [], [], 1
+    groups, updates = [], []
     fuses = {one.label: one.faster == "fused" for one in loops}
     for step in case.steps:
         updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
@@ -90,42 +85,20 @@ def fused_optimizer(case: Case) -> Proposal | None:
                 by_op[one.name] += one.us
             # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
-            parameter_groups = _parameter_groups(label)
-            most_groups = max(most_groups, parameter_groups)
-            groups_us = (parameter_groups - 1) * prices.CALL * case.launch_us
-            updates.append((label, took[fuses[label.name]] + groups_us))
+            updates.append((label, took[fuses[label.name]]))
     named = [f"{one.faster} {one.name}" for one in loops]
+    launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
+    graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
     return Proposal(
-        _with_updates(case, groups, updates),
+        with_cpu_time(graph, [(first.track, first.start, us) for first, us in launches]),
         "; ".join(
             f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time"
             for one in loops
         ),
-        listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops)
-        + f"; put parameters with equal settings into one of its {most_groups} groups" * (most_groups >= MANY_GROUPS),
+        listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops),
         assumed=True,
         title=f"use the {' and the '.join(named)}",
     )
-
-
-def _with_updates(case: Case, groups: Iterable[tuple[list[Work], float]], updates: Iterable[tuple[Op, float]]) -> Graph:
-    """Return the graph in which each group is one activity, and these steps of optimizers take the given CPU times.
-
-    groups and updates: each with its time (µs).
-    """
-    updates = list(updates)
-    launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
-    graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
-    return with_cpu_time(graph, [(first.track, first.start, us) for first, us in launches])
-
-
-def _parameter_groups(update: Op) -> int:
-    """Return how many times an optimizer calls each of its foreach or fused ops, once for each parameter group.
-
-    Each type of parameters counts as a group of its own. The result is 1 for a loop over single tensors.
-    """
-    names = (op.name for op in update.walk() if op.name.startswith(("aten::_foreach_", FUSED)))
-    return min(Counter(names).values(), default=1)
 
 
 def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
@@ -149,16 +122,10 @@ def _parameters_with_gradients(step: Step) -> int:
     return len(new or given)
 
 
-def _follows_no_gradients(before: Side, after: Side) -> bool:
-    """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
-    was, now = (sum(one.asked_by in FILLS for one in side.summary.gpu_work) for side in (before, after))
-    return now <= LEFT * was and was >= MANY_ZEROED and same_heavy(before, after) and by_calls(before, after)
-
-
 @change(
     "set gradients to None instead of zero",
     "backward gives each gradient its tensor without a copy",
-    followed=_follows_no_gradients,
+    followed=halved(us_of(lambda one: one.asked_by in FILLS), same_heavy, by_calls),
     keys=("set_to_none",),
 )
 def no_gradients(case: Case) -> Proposal | None:

@@ -13,7 +13,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration
-from tracereader.replay import with_durations, without_cpu_time, without_ops
+from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import (
@@ -27,12 +27,9 @@ from tracereader.trace.labels import (
     GATHERS_AGAIN,
     OLDER_FSDP,
     OPTIMIZER,
-    REDUCERS_CALLS,
     REDUCES_A_BLOCK,
 )
 from tracereader.two_runs.same_jobs import gathers_less, reduces_less_often, sends_no_buffers
-from tracereader.two_runs.same_work import same_heavy, same_products
-from tracereader.two_runs.side import Side
 
 # DDP flattens the buffers of one type, sends them, and copies them back into the model's tensors.
 BROADCAST, COPY = "c10d::broadcast_", "aten::copy_"
@@ -48,16 +45,9 @@ REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 _start = attrgetter("start")
 
 
-def _follows_keep_parameters(before: Side, after: Side) -> bool:
-    """FSDP gathers parameters at most two thirds as often, and the number of products is the same."""
-    was, now = (side.ops["fsdp::all_gather_copy_in"] for side in (before, after))
-    return 0 < now <= 2 / 3 * was and same_products(before, after)
-
-
 @change(
     "keep gathered parameters for the backward pass",
     "all parameters fit into memory",
-    followed=_follows_keep_parameters,
     jobs_followed=gathers_less,
 )
 def keep_parameters(case: Case) -> Proposal | None:
@@ -83,19 +73,9 @@ def _gathered_again(step: Step) -> list[Op]:
     return [op for op in gathers if _is_for_backward(op)]
 
 
-def _follows_reduce_once(before: Side, after: Side) -> bool:
-    """DDP or FSDP reduces gradients at most two thirds as often, and the number of products is the same."""
-    was, now = (
-        sum(count for name, count in side.ops.items() if name.startswith((REDUCERS_CALLS, "c10d::_reduce_scatter_")))
-        for side in (before, after)
-    )
-    return 0 < now <= 2 / 3 * was and same_products(before, after)
-
-
 @change(
     "reduce gradients once per optimizer step",
     "all passes are of one model; with FSDP, all parameters and gradients fit into memory",
-    followed=_follows_reduce_once,
     jobs_followed=reduces_less_often,
 )
 def reduce_once(case: Case) -> Proposal | None:
@@ -201,16 +181,9 @@ def _is_for_backward(op: Op) -> bool:
     return any(above.name.startswith(GATHERS_AGAIN) for above in op.above())
 
 
-def _follows_keep_buffers(before: Side, after: Side) -> bool:
-    """No tensor is sent to all ranks, and the number of products and convolutions is the same."""
-    was, now = (side.ops["c10d::broadcast_"] for side in (before, after))
-    return was > now == 0 and same_heavy(before, after)
-
-
 @change(
     "keep each rank's own buffers",
     "batch norms in training read no buffers",
-    followed=_follows_keep_buffers,
     jobs_followed=sends_no_buffers,
     keys=("ddp_no_buffers",),
 )

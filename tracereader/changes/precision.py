@@ -1,7 +1,6 @@
 """Changes of element types: TF32 or bf16 on tensor cores, float32 instead of float64, weights that are cast once."""
 
 import re
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from tracereader.changes import prices
@@ -15,13 +14,13 @@ from tracereader.figures.hardware import Peaks
 from tracereader.figures.phases import in_backward
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import with_cpu_time, with_durations, without_ops
+from tracereader.replay.changes import with_cpu_time, with_durations, without_ops
 from tracereader.trace import Op
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.op_names import FILLS, FOREACH
-from tracereader.two_runs.same_work import LEFT, by_calls, compiled, heavy, same_products, usual_type
+from tracereader.two_runs.same_work import by_calls, compiled, halved, same_products, same_type, us_of
 from tracereader.two_runs.side import Side
 
 # bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
@@ -39,11 +38,19 @@ STAY = 0.7
 TENSOR_CORES = ("TF32", "bf16", "fp16")
 
 
+def _is_slow(one: GpuWork) -> bool:
+    """Return whether a kernel multiplies fp32 on CUDA cores, by its name."""
+    return one.name_says.get("types") == "fp32" and bool(one.name_says.get("on"))
+
+
 def follows_tensor_cores(before: Side, after: Side) -> bool:
     """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
-    moved = _moved(before, after, _on_cuda_cores_us, TENSOR_CORES) or _moved(
-        before, after, lambda side: _in_types_us(side, TENSOR_CORES[:1]), TENSOR_CORES[1:]
+    slow = us_of(lambda one: one.family in MULTIPLY and _is_slow(one))
+    tf32, fast, short = (
+        us_of(lambda one, types=types: one.family in MULTIPLY and one.name_says.get("types") in types)
+        for types in (TENSOR_CORES[:1], TENSOR_CORES, TENSOR_CORES[1:])
     )
+    moved = any(halved(was)(before, after) and now(before) < now(after) for was, now in ((slow, fast), (tf32, short)))
     kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
     stay = compiled(after) or kernels[1] >= STAY * kernels[0]
     return moved and stay and same_products(before, after)
@@ -61,8 +68,6 @@ def tensor_cores(case: Case) -> Proposal | None:
 
     By default PyTorch multiplies in fp32 and convolves in TF32.
     """
-    if not case.could_gain(("GEMM", "convolution", "attention")):
-        return None
     wide, narrow = _in_tf32(case), _in_two_bytes(case)
     if wide is None or narrow is None:
         return wide or narrow
@@ -173,23 +178,15 @@ def _multiplies_fp32(name: str, types: str) -> bool | None:
     return True if any(word in name for word in FP32_MAKERS) else None
 
 
-def _follows_single_precision(before: Side, after: Side) -> bool:
-    """As many products and convolutions run, and at most half of the time of float64 kernels is left."""
-    was, now = (
-        sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") for side in (before, after)
-    )
-    return now <= LEFT * was and now < was and same_products(before, after)
-
-
 @change(
     "compute in float32 instead of float64",
     "the rates of good products in float32; kernels that move data take half the time",
-    followed=_follows_single_precision,
+    followed=halved(us_of(lambda one: one.name_says.get("types") == "fp64"), same_products),
     keys=("tf32",),
 )
 def single_precision(case: Case) -> Proposal | None:
     """Return a proposal to compute in float32, with TF32 where the device has it, what is computed in float64."""
-    if not case.named(DOUBLE.search) or not case.could_gain((*MULTIPLY, *MOVE)):
+    if not case.named(DOUBLE.search):
         return None
     times, spent, without_tf32 = {}, 0.0, 0.0
     for work, one, op in case.activities:
@@ -237,14 +234,13 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
     return min(one.us, multiplying_us(flops, rate, (one.bytes_moved or 0) / 2, peaks))
 
 
-def _follows_cast_weights(before: Side, after: Side) -> bool:
-    """Weights are not cast in the steps any more, and the number and the usual type of the products are the same."""
-    was, now = (side.summary.llm.unneeded.weight_casts for side in (before, after))
-    same = usual_type(before) == usual_type(after) and same_products(before, after)
-    return was is not None and now is None and same and by_calls(before, after)
-
-
-@change("cast the weights once", "the weights do not change between the steps", followed=_follows_cast_weights)
+@change(
+    "cast the weights once",
+    "the weights do not change between the steps",
+    followed=halved(
+        lambda side: side.summary.llm.unneeded.weight_casts is not None, same_type, same_products, by_calls
+    ),
+)
 def cast_weights(case: Case) -> Proposal | None:
     """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
     if case.trace.trains or case.summary.llm.unneeded.weight_casts is None:
@@ -259,17 +255,3 @@ def cast_weights(case: Case) -> Proposal | None:
         f"{duration(sum(op.us for op, _ in typical))} of CPU time",
         "convert the model once before the steps, model.to(torch.bfloat16), instead of torch.autocast",
     )
-
-
-def _moved(before: Side, after: Side, slow_us: Callable[[Side], float], fast: Sequence[str]) -> bool:
-    """Return whether at most half of the slow time is left, and products and convolutions of the fast types are new."""
-    was, now = slow_us(before), slow_us(after)
-    return was > 0 and now <= LEFT * was and _in_types_us(before, fast) < _in_types_us(after, fast)
-
-
-def _in_types_us(side: Side, types: Sequence[str]) -> float:
-    return sum(one.us for one in heavy(side) if one.name_says.get("types") in types)
-
-
-def _on_cuda_cores_us(side: Side) -> float:
-    return sum(one.us for one in heavy(side) if one.name_says.get("types") == "fp32" and one.name_says.get("on"))

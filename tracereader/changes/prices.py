@@ -67,7 +67,7 @@ GUARDS_LEFT = 0.2
 FUSED_ON_THE_CPU = 0.4
 
 # Shares of a time beside communication by which compute is longer: 0.18 to 0.51 beside collectives (two H200s), 0.15 to
-# 0.27 beside a collective that waits. COMES_BACK is that of a collective that is newly hidden: 0.6 to 1.1.
-BESIDE_A_COLLECTIVE, BESIDE_A_WAIT, COMES_BACK = 0.4, 0.2, 2 / 3
+# 0.27 beside a collective that waits.
+BESIDE_A_COLLECTIVE, BESIDE_A_WAIT = 0.4, 0.2
 # How many times as long kernels of half the size take together: 1.08 and 1.09 (pipelines of two and four H200s).
 SMALLER_IS_SLOWER = 1.08

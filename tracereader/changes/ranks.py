@@ -3,7 +3,7 @@
 import bisect
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,6 @@ from tracereader.changes.roofline import TWO_BYTES, moving_us
 from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.hardware import common_peaks
-from tracereader.figures.rank import is_collective
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings.finding import WORTH_SHOWING, duration, size
 from tracereader.findings.ranks import (
@@ -29,7 +28,6 @@ from tracereader.findings.ranks import (
     SlowStage,
     is_pipeline,
     loss,
-    one_bucket,
     pace_setter,
     per_step,
     share,
@@ -39,7 +37,8 @@ from tracereader.findings.ranks import (
     unprofiled_us,
     usual,
 )
-from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_cpu_speed, with_durations
+from tracereader.replay import Graph, Reason, Refused, graph_of
+from tracereader.replay.changes import with_cpu_speed, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
 from tracereader.trace.families import says
 from tracereader.trace.intervals import Lengths, union
@@ -49,14 +48,10 @@ from tracereader.two_runs.same_jobs import (
     SHARDED,
     evens_out,
     evens_out_stages,
-    hides_communication,
-    reduces_in_buckets,
     sends_half,
     splits_more,
 )
 
-# DistributedDataParallel's default bucket_cap_mb.
-BUCKET_BYTES = 25 * 2**20
 OF_TRAINING = ("all-reduce", *SHARDED)
 # The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,
 # for each of its four bytes.
@@ -81,11 +76,6 @@ class RankCase(msgspec.Struct, frozen=True, dict=True):
     @property
     def trace(self) -> Trace:
         return self.graph.trace
-
-    @cached_property
-    def collectives(self) -> list[Work]:
-        """Return this rank's kernels of collectives, without sends and receives."""
-        return [one for step in self.trace.steps for one in step.work if is_collective(one)]
 
     @cached_property
     def computing(self) -> list[Work]:
@@ -204,41 +194,6 @@ def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
     return one if share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
 
 
-@change(
-    "hide communication behind compute", replayed=_keeps_pace, jobs_followed=hides_communication, keys=("ddp_bucket",)
-)
-def overlap_communication(case: RankCase) -> Proposal | None:
-    one = case.rank
-    if one_bucket(case.summary, one) or not case.collectives:
-        return None
-    kinds = {collective.kind for collective in case.matched.values()}
-    # The collectives run beside compute, and the compute beside them takes longer.
-    busy = Lengths(union((work.start, work.end) for work in case.computing))
-    exposed_us = {work: (work.end - work.start - busy.between(work.start, work.end)) / 1e3 for work in case.collectives}
-    longer = _longer_compute(case, {work: prices.COMES_BACK * us for work, us in exposed_us.items() if us})
-    return Proposal(
-        with_durations(overlapped(case.graph, case.collectives), longer),
-        f"rank {one.rank} communicates for {case.per_step(one.total.communication_us)} of a step, and "
-        f"{case.per_step(one.total.exposed_communication_us)} of that is exposed",
-        _how_to_overlap(kinds),
-        assumed=True,
-    )
-
-
-def _how_to_overlap(kinds: Container[str]) -> str:
-    if any(kind in kinds for kind in SHARDED):
-        return (
-            "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
-            "set_modules_to_backward_prefetch)"
-        )
-    if "all-to-all" in kinds:
-        return "split the tokens in two halves, and exchange one while the other is computed"
-    return (
-        "reduce gradients while backward computes (DistributedDataParallel does); start other collectives as soon as "
-        "their data is there (async_op=True), and wait for them as late as possible"
-    )
-
-
 def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work, float]:
     """Return the times (µs) of the kernels that run when these collectives start, with the time that each one adds."""
     computing = sorted(case.computing, key=_start)
@@ -247,31 +202,6 @@ def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work,
         beside = computing[max(0, bisect.bisect_right(starts, collective.start) - 1)]
         times[beside] = times.get(beside, beside.us) + us
     return times
-
-
-@change(
-    "reduce gradients in smaller buckets", replayed=_keeps_pace, jobs_followed=reduces_in_buckets, keys=("ddp_bucket",)
-)
-def bucket_size(case: RankCase) -> Proposal | None:
-    """Return the proposal to reduce gradients in buckets, so that only the last all-reduce is exposed."""
-    one = case.rank
-    if not one_bucket(case.summary, one):
-        return None
-    tail = {
-        work: work.us * (prices.COMES_BACK + (1 - prices.COMES_BACK) * BUCKET_BYTES / collective.bytes)
-        for work, collective in case.matched.items()
-        if collective.bytes and collective.bytes > 2 * BUCKET_BYTES
-    }
-    if not tail:
-        return None
-    bytes_reduced = max(collective.bytes for collective in case.matched.values() if collective.bytes)
-    return Proposal(
-        with_durations(case.graph, tail),
-        f"each step has one all-reduce of {size(bytes_reduced)}, which takes "
-        f"{case.per_step(one.total.communication_us)} after backward",
-        "DistributedDataParallel(…, bucket_cap_mb=25), the default: gradients are reduced while backward computes",
-        assumed=True,
-    )
 
 
 @change("communicate in bf16 instead of float32", replayed=_keeps_pace, jobs_followed=sends_half)
@@ -451,7 +381,7 @@ def _filled_and_drained_us(case: RankCase, slow: SlowStage) -> float:
     return slow.mean_us * (sent + slow.stages - 1) / sent if sent else 0.0
 
 
-RANK_CHANGES = (overlap_communication, bucket_size, in_two_bytes, balance_ranks, microbatches, balance_stages)
+RANK_CHANGES = (in_two_bytes, balance_ranks, microbatches, balance_stages)
 # By the id of a change, how two jobs show that the second one makes it.
 FOLLOWED = {one.name: one.jobs_followed for one in (*CHANGES, *RANK_CHANGES) if one.jobs_followed}
 

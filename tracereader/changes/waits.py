@@ -11,12 +11,12 @@ from tracereader.figures.debugging import blocking_launches, gradient_checks
 from tracereader.figures.phases import in_backward
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay import without_cpu_time, without_ops, without_waits
+from tracereader.replay.changes import without_cpu_time, without_ops, without_waits
 from tracereader.trace import Op
 from tracereader.trace.labels import LOADER, OPTIMIZER
 from tracereader.trace.op_names import NEED_THE_SIZE, READ_A_VALUE, SELECTS
 from tracereader.two_runs.faster import synchronizations
-from tracereader.two_runs.same_work import by_calls, same_heavy, the_same_work
+from tracereader.two_runs.same_work import by_calls, halved, same_heavy, the_same_work
 from tracereader.two_runs.side import Side
 
 # The share of the step that it waits for the DataLoader's workers from which on they set its pace.
@@ -96,16 +96,10 @@ def remove_sync(case: Case) -> Proposal | None:
     )
 
 
-def _follows_anomaly_detection(before: Side, after: Side) -> bool:
-    """Backward checks gradients for NaN only in the first trace. Products, convolutions and attention are the same."""
-    was, now = (side.summary.debugging.checked_gradients for side in (before, after))
-    return was > 0 == now and same_heavy(before, after) and by_calls(before, after)
-
-
 @change(
     "turn anomaly detection off",
     "forward takes as long as with its tracebacks",
-    followed=_follows_anomaly_detection,
+    followed=halved(lambda side: side.summary.debugging.checked_gradients, same_heavy, by_calls),
     on_cpu=True,
 )
 def anomaly_detection(case: Case) -> Proposal | None:
@@ -123,16 +117,10 @@ def anomaly_detection(case: Case) -> Proposal | None:
     )
 
 
-def _follows_blocking(before: Side, after: Side) -> bool:
-    """Launches wait for their kernels only in the first trace, and the kernels are about the same."""
-    was, now = (side.summary.debugging.blocking_launches for side in (before, after))
-    return was > 0 == now and the_same_work(before, after)
-
-
 @change(
     "do not wait for each kernel",
     "a launch takes the CPU as long as one that does not block",
-    followed=_follows_blocking,
+    followed=halved(lambda side: side.summary.debugging.blocking_launches, the_same_work),
     needs=CUDA_OR_HIP,
 )
 def blocking(case: Case) -> Proposal | None:

@@ -13,13 +13,11 @@ from tracereader.figures.gpu_time import is_python, python_in
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.ops import with_cpu_tensors
-from tracereader.replay import with_cpu_time, without_cpu_time
-from tracereader.replay.changes import spans_of
+from tracereader.replay.changes import spans_of, with_cpu_time, without_cpu_time
 from tracereader.trace import Op
 from tracereader.trace.intervals import length, union
 from tracereader.trace.labels import LOADER, is_phase
-from tracereader.two_runs.same_work import LEFT, same_heavy, the_same_work
-from tracereader.two_runs.side import Side
+from tracereader.two_runs.same_work import halved, same_heavy, the_same_work
 
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
@@ -32,16 +30,10 @@ OPS_NAMED = 3
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 
 
-def _follows_data_loader(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the wait for the DataLoader remains."""
-    was, now = (side.summary.training.loading for side in (before, after))
-    return was is not None and (now.us if now else 0.0) <= LEFT * was.us and same_heavy(before, after)
-
-
 @change(
     "prepare batches ahead",
     "the workers keep up with the step",
-    followed=_follows_data_loader,
+    followed=halved(lambda side: one.us if (one := side.summary.training.loading) else 0.0, same_heavy),
     on_cpu=True,
     keys=("workers", "persistent_workers"),
 )
@@ -73,18 +65,14 @@ def data_loader(case: Case) -> Proposal | None:
     )
 
 
-def _follows_cpu_tensors(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the GPU's idle time in ops on CPU tensors remains."""
-    was, now = (
-        sum(side.summary.idle_in.get(name, 0.0) for name in with_cpu_tensors(side.summary)) for side in (before, after)
-    )
-    return now <= LEFT * was and was > 0 and same_heavy(before, after) and the_same_work(before, after)
-
-
 @change(
     "move work on CPU tensors out of the step",
     "this work can be done ahead",
-    followed=_follows_cpu_tensors,
+    followed=halved(
+        lambda side: sum(side.summary.idle_in.get(name, 0.0) for name in with_cpu_tensors(side.summary)),
+        same_heavy,
+        the_same_work,
+    ),
     keys=("workers",),
 )
 def cpu_tensors(case: Case) -> Proposal | None:
@@ -110,16 +98,12 @@ def cpu_tensors(case: Case) -> Proposal | None:
     )
 
 
-def _follows_python(before: Side, after: Side) -> bool:
-    """The kernels are about the same, and at most half of the GPU's idle time between ops remains."""
-    was, now = (sum(us for name, us in side.summary.idle_in.items() if is_python(name)) for side in (before, after))
-    return now <= LEFT * was and bool(was) and same_heavy(before, after) and the_same_work(before, after)
-
-
 @change(
     "move Python work out of the step",
     "this work can be done ahead or on another thread",
-    followed=_follows_python,
+    followed=halved(
+        lambda side: sum(us for name, us in side.summary.idle_in.items() if is_python(name)), same_heavy, the_same_work
+    ),
     keys=("workers", "compile"),
 )
 def python(case: Case) -> Proposal | None:

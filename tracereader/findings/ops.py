@@ -195,7 +195,7 @@ def same_graph_in_all_steps(summary: Summary) -> Verdict:
     return Verdict(again and not summary.compiled.recompiled, seen)
 
 
-@finding(COMPILE, "Torch-Compiled Region n/1 or higher", change="recompile")
+@finding(COMPILE, "Torch-Compiled Region n/1 or higher")
 def recompiled(summary: Summary) -> Verdict:
     """torch.compile recompiled because a guard failed, for example after shapes, dtypes or strides changed. Look at the
     time of the first call, too."""

@@ -31,46 +31,7 @@ overhead-bound step may run half as fast in one recording as in another (the com
 replay cannot predict that.
 """
 
-from tracereader.replay.changes import (
-    cpu_factor,
-    cuda_graph,
-    fused,
-    overlapped,
-    spans_of,
-    step_us_at,
-    with_cpu_speed,
-    with_cpu_time,
-    with_durations,
-    with_smaller_graphs,
-    without_cpu_time,
-    without_ops,
-    without_waits,
-    without_work,
-)
 from tracereader.replay.graph import Graph, Reason, Refused
 from tracereader.replay.recorded import graph_of
-from tracereader.trace.waits import is_wait, may_wait, waits_of
 
-__all__ = [
-    "Graph",
-    "Reason",
-    "Refused",
-    "cpu_factor",
-    "cuda_graph",
-    "fused",
-    "graph_of",
-    "is_wait",
-    "may_wait",
-    "overlapped",
-    "spans_of",
-    "step_us_at",
-    "waits_of",
-    "with_cpu_speed",
-    "with_cpu_time",
-    "with_durations",
-    "with_smaller_graphs",
-    "without_cpu_time",
-    "without_ops",
-    "without_waits",
-    "without_work",
-]
+__all__ = ["Graph", "Reason", "Refused", "graph_of"]

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tracereader.findings.finding import copies_as_noun, counted, family_as_noun, in_one_unit, listed
-from tracereader.findings.steps import BUSY
 from tracereader.two_runs import compare
 from tracereader.two_runs.side import Side
 
@@ -17,9 +16,6 @@ REASONS = 3
 # A prediction missed if the measured step differs from it by more than this share. Of the pairs that the rules were
 # made from, 69 of 92 lie within it (docs/opportunities.md).
 MISSED = 0.3
-# The same calls take this many times as long only if the cores are busy. Two runs alone differ by up to 30%
-# (docs/opportunities.md).
-SLOWED = 2
 # Kernels are "almost the same" if at least this share of them has the same names.
 ALMOST = 0.9
 
@@ -236,24 +232,7 @@ def why_missed(before: Side, after: Side, predicted_us: float, measured_us: floa
     if idle_us < MOSTLY * abs(missed_us):
         return ""
     was, now = _same_calls_us(before, after)
-    has_much = min(was, now) >= CONSIDERABLE * min(predicted_us, measured_us)
-    busy = _busy_cores(before, after, was, now) if has_much else ""
-    if MOSTLY <= (now - was) / missed_us <= 1 / MOSTLY or (busy and (now - was) * missed_us > 0):
-        return _same_calls(was, now) + busy
-    return ""
-
-
-def _busy_cores(before: Side, after: Side, was: float, now: float) -> str:
-    """Return a clause on the cores if calls of two CPU runs have equal inputs, and one run took far longer for them.
-
-    was, now: the times of the calls (µs).
-    """
-    some = before.summary.source, after.summary.source
-    same_threads = len({one.facts.device for one in some}) == 1  # as far as the runs stored them
-    comparable = same_threads and all(one.shapes_recorded and not one.devices for one in some)
-    if not comparable or max(was, now) < SLOWED * min(was, now) or compare.inputs(before, after):
-        return ""
-    return f": {BUSY}{' while the first was recorded' * (was > now)}"
+    return _same_calls(was, now) if MOSTLY <= (now - was) / missed_us <= 1 / MOSTLY else ""
 
 
 def _by_family(before: Side, after: Side, difference: float) -> list[str]:

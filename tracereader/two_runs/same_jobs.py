@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from tracereader.figures.ranks import RankFigures, RanksSummary
-from tracereader.findings.ranks import one_bucket, pace_setter, per_step, slowest_stage
+from tracereader.findings.ranks import per_step, slowest_stage
 
 SHARDED = ("all-gather", "reduce-scatter")
 # The share by which the number of kernels or bytes of two jobs may differ if one job makes a change of the other, and
@@ -24,13 +24,6 @@ def _same_work(before: RanksSummary, after: RanksSummary) -> bool:
     return max(counts) <= (1 + SAME_WORK) * min(counts) and max(times) <= SAME_TIME * min(times)
 
 
-def hides_communication(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether at least half of the exposed communication of one job is hidden in another."""
-    exposed, later = (max(_per_step(one, lambda rank: rank.total.exposed_communication_us)) for one in (before, after))
-    hidden = max(_per_step(after, lambda rank: rank.total.communication_us - rank.total.exposed_communication_us))
-    return _same_work(before, after) and later < exposed / 2 <= hidden
-
-
 def evens_out(before: RanksSummary, after: RanksSummary) -> bool:
     """Return whether the ranks of a job wait for late ranks at most half as long as those of another."""
     waited, later = (max(_per_step(one, lambda rank: rank.waited_exposed_us)) for one in (before, after))
@@ -48,12 +41,6 @@ def evens_out_stages(before: RanksSummary, after: RanksSummary) -> bool:
     """Return whether at most half remains of what a pipeline's slowest stage computes beyond the mean stage."""
     beyond = [(slow.us / slow.mean_us - 1 if slow else 0.0) for slow in map(slowest_stage, (before, after))]
     return _same_work(before, after) and beyond[1] < beyond[0] / 2
-
-
-def reduces_in_buckets(before: RanksSummary, after: RanksSummary) -> bool:
-    """Return whether a job reduces its gradients in several collectives, where another has one per step."""
-    one_each = [one_bucket(one, pace_setter(one)) for one in (before, after)]
-    return _same_work(before, after) and one_each == [True, False]
 
 
 def _kinds(summary: RanksSummary) -> Counter:

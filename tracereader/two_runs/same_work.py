@@ -1,7 +1,7 @@
 """Whether two runs compute the same: what a judge of a change asks before it says that the change was made."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.avoidable import LARGEST_RANK, LOWER
@@ -13,10 +13,29 @@ from tracereader.trace.op_names import BATCHED, CONVOLUTIONS, PRODUCTS
 from tracereader.two_runs.faster import ALMOST, graphs_launched, share_in_common
 from tracereader.two_runs.side import Side
 
+Judge = Callable[[Side, Side], bool]  # of the run before a change, and of the one after it
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
 # Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
 SAME_FLOPS = 0.05
+
+
+def halved(figure: Callable[[Side], float], *same: Judge) -> Judge:
+    """Return a judge that holds if at most half of a figure of the step is left, and two runs are alike otherwise.
+
+    same: each says in one way whether they are.
+    """
+
+    def holds(before: Side, after: Side) -> bool:
+        was, now = figure(before), figure(after)
+        return was > 0 and now <= LEFT * was and all(one(before, after) for one in same)
+
+    return holds
+
+
+def us_of(wanted: Callable[[GpuWork], bool]) -> Callable[[Side], float]:
+    """Return the figure that is the time (µs) of a step's GPU activities of some kind."""
+    return lambda side: sum(one.us for one in side.summary.gpu_work if wanted(one))
 
 
 def is_of_rank(one: Product) -> bool:
@@ -108,6 +127,10 @@ def compiled(side: Side) -> bool:
     return any(one.is_compiled for one in side.summary.gpu_work)
 
 
+def as_compiled(before: Side, after: Side) -> bool:
+    return compiled(before) == compiled(after)
+
+
 def newly_compiled(before: Side, after: Side) -> bool:
     return compiled(after) and not compiled(before)
 
@@ -119,6 +142,10 @@ def usual_type(side: Side) -> str | None:
         if said := one.name_says.get("types"):
             times[said] += one.us
     return max(times, key=times.__getitem__, default=None)
+
+
+def same_type(before: Side, after: Side) -> bool:
+    return usual_type(before) == usual_type(after)
 
 
 def products(side: Side) -> list[GpuWork]:
