@@ -111,7 +111,6 @@ PAIRS = (
     ("pipeline_uneven", "balance_stages", "pipeline_few"),
     ("experts_skewed", "balance_ranks", "experts_even"),
     ("launches_late", "balance_ranks", "launches_even"),
-    ("gradients_one_bucket", "bucket_size", "gradients_buckets"),
 )
 SMALL = ("experts_skewed", "gradients_one_bucket")  # the other jobs take a second or more to read and replay
 

@@ -345,8 +345,6 @@ def test_one_slow_rank_makes_no_slow_stage():
     slow, even = piped(4, 2, 6, steps=3, slower={1: 2}), piped(4, 2, 6, steps=3)
     summary = joined([even[at] if at % 2 else one for at, one in enumerate(slow)])
     assert findings.slowest_stage(summary) is None and findings.pace_setter(summary).rank == 2
-    told = "rank 2 computes longest in stage 1: 144.0 ms per step, the median of the stage's other ranks is 72.0 ms"
-    assert told in findings.sentences(summary)
     assert not any("sets the pace of a pipeline" in line for line in findings.sentences(summary))
     assert findings.slowest_stage(joined(slow)).ranks == (2, 3)
 

@@ -295,10 +295,6 @@ def test_a_slow_link_is_found_by_equal_messages_of_other_groups():
     took = [30 * 100 + 10 - 5, 100 + 10 - 3]  # from the second rank's start to the end
     assert link.transfer_us == pytest.approx(took[0])
     assert link.more_us == pytest.approx(20 * (took[0] - link.others_us)) and link.others_us == pytest.approx(took[1])
-    (said,) = (line for line in findings.sentences(transfers(30)) if "slow link" in line)
-    assert said.startswith(
-        "ranks 4 and 5 are probably connected by a slow link: all-gather of 10.0 MB takes them 3.0 ms"
-    )
     assert findings.slow_link(transfers(1)) is None
 
 

@@ -108,8 +108,10 @@ def _without_obstacles(case: Case) -> Proposal | None:
         return None
     if summary.debugging.checked_gradients:
         return None  # each check waits: see anomaly_detection
-    if trains and (case.differentiates_twice or any(one.backward_us for one in summary.training.optimizers)):
-        return None  # graphs of a model cannot hold gradients of gradients, or a model that an optimizer calls
+    training = summary.training
+    calls_model = any(one.backward_us for one in training.optimizers)
+    if trains and (case.differentiates_twice or training.has_sparse_gradients or calls_model):
+        return None  # graphs of a model hold none of these
     stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
     kept = {id(op) for some in stays.values() for op in some}
     waits = [op for op in waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]

@@ -284,6 +284,16 @@ def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
     return stage is not None and one.rank in stage.ranks
 
 
+def launch_waits(summary: RanksSummary) -> str:
+    """Return a sentence on the most that faster launching can save; "" if the run is not overhead-bound."""
+    one = pace_setter(summary)
+    if one.regime is None or one.regime.waits_for != "overhead":
+        return ""
+    late, step = (usual(summary, one, None, figure) for figure in (_launching, lambda step: step.us))
+    waits = f"The GPU of rank {one.rank} waits {ms(late)} of a step of {ms(step)} for launches"
+    return f"{waits}. A faster CPU saves at most this time"
+
+
 def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
     """Return the rank that one group waits for, if most of all waiting is for the ranks of this group."""
     by_rank = {one.rank: one for one in summary.ranks}

@@ -209,7 +209,7 @@ def _header(summary: RanksSummary) -> str:
 def _try_first(out: Console, summary: RanksSummary, view: View, limit: int) -> None:
     with progress.shown() as show:
         found = rank_changes.opportunities(summary, limit, show)
-    opportunities.show(out, found, view.all)
+    opportunities.show(out, found, view.all, limit=findings.launch_waits(summary))
 
 
 def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
