@@ -93,14 +93,6 @@ def test_inputs_of_other_sizes_are_no_busy_machine(tmp_path):
     assert busy_machine(summarize(read(trace))) is None
 
 
-@pytest.mark.parametrize(("us", "busy"), [(19_600, True), (60, False)])
-def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
-    """A 64 x 64 product has 524,288 operations, which take 5 µs at the 0.1 TFLOP/s that the run measured."""
-    said = busy_machine(summarize(read(steps(tmp_path, 3 * us, us, us + 10, us + 20, lesson=LESSON))))
-    assert bool(said) == busy
-    assert not busy or said.startswith("the matrix products are far slower than the best rates that this run measured")
-
-
 def test_a_comparison_with_a_disturbed_run_says_so(tmp_path, capsys):
     """The first run is disturbed; the second one, of the same calls, is not."""
     disturbed = steps(tmp_path, 27_846, 179, 27_898)

@@ -332,10 +332,6 @@ def test_a_model_that_runs_without_a_backward_is_to_run_without_autograd(capsys,
     assert one.step_us_after == pytest.approx(recorded[1], rel=0.25)
     assert cli.main([str(on), str(off)]) == 0
     assert "proposed it (run the model without autograd)" in " ".join(capsys.readouterr().out.split())
-    for words, is_named in (([], False), (["--only", "patterns"], True)):
-        assert cli.main([str(on), *words]) == 0
-        shown = "If no backward follows, autograd keeps tensors" in " ".join(capsys.readouterr().out.split())
-        assert shown == is_named, "a report names it among the proposals alone"
 
 
 def test_autocasts_weights_are_cast_with_gradients_on_although_the_program_has_turned_them_off():

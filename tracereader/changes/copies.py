@@ -26,7 +26,7 @@ from tracereader.trace.families import HEAVY
 from tracereader.trace.op_names import COPIES_INPUTS
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
-from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, same_products, us_of
+from tracereader.two_runs.same_work import LEFT, as_compiled, by_calls, halved, same_heavy, same_products, us_of
 from tracereader.two_runs.side import Side
 
 # If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
@@ -39,10 +39,6 @@ STAGED_BYTES = 64 * 1024
 MANY_COPIES, SMALL_BYTES = 8, 1 << 20
 
 
-def _recomputed_calls(side: Side) -> int:
-    return one.calls if (one := side.summary.training.recomputed) else 0
-
-
 def _no_new_heavy_work(before: Side, after: Side) -> bool:
     """Return whether no product or attention kernel is new, and more than half of them are left."""
     was, now = (Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after))
@@ -52,7 +48,9 @@ def _no_new_heavy_work(before: Side, after: Side) -> bool:
 @change(
     "keep activations instead of recomputing them",
     "the activations fit into memory",
-    followed=halved(_recomputed_calls, _no_new_heavy_work, as_compiled),
+    followed=halved(
+        lambda side: one.calls if (one := side.summary.training.recomputed) else 0, _no_new_heavy_work, as_compiled
+    ),
     keys=("no_checkpoint",),
 )
 def no_recompute(case: Case) -> Proposal | None:
@@ -231,14 +229,10 @@ def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
     return [run for run in runs if len(run) >= MANY_COPIES]
 
 
-def _launch_graphs(*sides: Side) -> bool:
-    return all(any(one.from_graph for one in side.summary.gpu_work) for side in sides)
-
-
 @change(
     "give the CUDA graph its inputs in place",
     "inputs stay where they are, or are written where the graph reads them",
-    followed=halved(us_of(lambda one: one.asked_by == COPIES_INPUTS), same_heavy, _launch_graphs),
+    followed=halved(us_of(lambda one: one.asked_by == COPIES_INPUTS), same_heavy, by_calls),
     needs=CUDA_OR_HIP,
 )
 def static_inputs(case: Case) -> Proposal | None:

@@ -221,7 +221,7 @@ def _graphs_of_training(case: Case) -> Proposal | None:
     here = id(case.replayed)
     waits = {id(step): _waits_between(case, step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not copies_input(case, op)] for key, some in waits.items()}
-    if any(_inside_the_model(case, step, others[id(step)]) for step in case.steps):
+    if any(_waits_in_the_model(case, step, others[id(step)]) for step in case.steps):
         return None
     copies = len(others[here]) < len(waits[here])
     between = _between(case, copies)
@@ -245,13 +245,13 @@ def _graphs_of_training(case: Case) -> Proposal | None:
     )
 
 
-def _inside_the_model(case: Case, step: Step, waits: Sequence[Op]) -> list[Op]:
-    """Return the calls that wait in forward, in backward, or between the two; all where these are not known.
+def _waits_in_the_model(case: Case, step: Step, waits: Sequence[Op]) -> bool:
+    """Return whether a call waits in forward, in backward, or between the two; True where these are not known.
 
     Before the first backward that is not known, because forward may begin with parts that need no gradients.
     """
     since, inside = first_of_backward(step), Lengths(of_model(case.trace, step))
-    return [op for op in waits if not inside.ends or op.start < since or inside.between(op.start, op.start + 1)]
+    return any(not inside.ends or op.start < since or inside.between(op.start, op.start + 1) for op in waits)
 
 
 def _prepared_gradients(case: Case) -> str:

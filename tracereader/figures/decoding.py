@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.attention import ATTENTION, attention_calls
+from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
@@ -211,26 +211,6 @@ def _signature(step: Step) -> Counter[tuple]:
             shapes[id(inputs)] = repr(inputs.recorded) if inputs is not None else None
         found.append((tuple(args.grid or ()), args.bytes, shapes[id(inputs)]))
     return _by_stream(step, found)
-
-
-def growing_appends(steps: Sequence[Step]) -> int | None:
-    """Return the kernels of aten::cat per step if they have more blocks from step to step, as where a KV cache grows.
-
-    This shows it without recorded shapes. Each attention appends at least a key and a value. None if it is not so.
-    """
-    counts, blocks = set(), []
-    for step in steps:
-        appended = [
-            math.prod(launch_args(one).grid or ())
-            for one, op in zip(step.work, step.asking, strict=True)
-            if op is not None and op.name == "aten::cat" and one.kind == "kernel"
-        ]
-        counts.add(len(appended))
-        blocks.append(sum(appended))
-        if len(appended) < 2 * max(1, len(attention_calls(step))):
-            return None
-    grows = all(before <= after for before, after in pairwise(blocks)) and blocks[0] < blocks[-1]
-    return counts.pop() if grows and len(counts) == 1 else None
 
 
 def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:

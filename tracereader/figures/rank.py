@@ -484,11 +484,6 @@ def _is_message(name: str) -> bool:
     return SEND.match(name) is not None or RECEIVE.match(name) is not None
 
 
-def is_collective(one: Work) -> bool:
-    """Return whether GPU work is a collective's kernel. Sends and receives are not, nor are kernels without a name."""
-    return is_communication(one) and bool(kind_of(_described(one)[0]) or kind_of(one.name))
-
-
 def _described(one: Work) -> tuple[str, dict]:
     """Return torch's name of a kernel's communication, and the arguments that describe it.
 

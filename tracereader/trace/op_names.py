@@ -6,7 +6,6 @@ COPIES_INPUTS = "aten::_foreach_copy_"
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 FILLS = ("aten::fill_", "aten::zero_")  # ops that set memory to a value
-FUSED = "aten::_fused_"  # starts of fused optimizers' ops
 FOREACH = ("_foreach", "aten::_foreach")  # ops on lists of tensors, of optimizers mostly
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 # Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
