@@ -182,6 +182,107 @@ def test_the_time_without_the_profiler_is_the_median_or_the_mean_over_whole_turn
     assert found([10, 20, 30])["unprofiled_steps"] == 3
 
 
+class Clock:
+    """A clock that steps move, and that each reading moves a little."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        self.now += 1e-9
+        return self.now
+
+
+def measuring(step_s, contention=None, **more):
+    """Return a Measuring that has begun after steps of this length, and its clock."""
+    module, clock = inside("measuring"), Clock()
+    module.time = clock
+    torch = types.SimpleNamespace(cuda=None)
+    one = module.Measuring(torch, **more, contention=contention)
+    while not one.ready:
+        clock.now += step_s
+        one.ended()
+    one.begin()
+    return one, clock
+
+
+@pytest.mark.parametrize(("step_s", "asked_at"), [(0.5e-3, [10, 40, 79, 118]), (4e-3, [4, 8, 10, 14]), (1, [1, 2, 3])])
+def test_it_is_asked_each_fiftieth_of_a_second_whether_enough_steps_are_measured(step_s, asked_at):
+    """And where the least and the most are reached, so that not one more is made."""
+    one, clock = measuring(step_s, least=10, most=40)
+    quick, found = one.quickly(), []
+    for number in range(1, asked_at[-1] + 1):
+        clock.now += step_s
+        if not quick():
+            found.append(number)
+            one.ended()
+    assert found == asked_at and len(one.marks) == asked_at[-1] + 1
+    assert one.so_far() == pytest.approx([step_s * 1e6] * asked_at[-1], rel=1e-3)
+
+
+def test_losing_the_cpu_at_equal_distances_makes_no_period():
+    """Other programs have the CPU for 4 ms after each 4 ms of this one, which makes each eighth step longer."""
+    contention, waited = inside("contention").Contention(), [0.0]
+    contention.times = lambda: (0.0, waited[0])
+    contention._share_of_others = lambda: 1.0
+    one, clock = measuring(0.5e-3, contention, least=10, most=40)
+    quick = one.quickly()
+    for number in range(64):
+        clock.now += 0.5e-3 + 4e-3 * (number % 8 == 5)
+        waited[0] += 4e-3 * (number % 8 == 5)
+        if not quick():
+            one.ended()
+    period = inside("recording").period
+    assert period(one.so_far()) == 8 and period(one.without_others()) is None
+    assert one.without_others()[:40] == pytest.approx([500] * 40, rel=1e-3)
+
+
+def hastened(steps, ended):
+    """Return a module whose call ends each step, in a hurry while steps.hasten() is in force."""
+    steps.usual_call = Module.__call__
+    steps._watch_modules(Layer)
+    model = Layer()
+    model.parameters = lambda: iter([1])
+    model()
+    assert ended == [1]
+    return model
+
+
+def test_the_end_of_a_step_takes_three_functions_while_steps_are_timed():
+    """They take as long as ten where a step's work has filled the caches, which no loop of their own does."""
+    ended, quick, called = [], [], []
+    of_c = types.SimpleNamespace(_current_graph_task_id=(-1).__int__)
+    torch = types.SimpleNamespace(_C=of_c, nn=types.SimpleNamespace(Module=Module), autograd=None)
+    steps = inside("steps").Steps(torch, lambda: ended.append(1))
+    model = hastened(steps, ended)
+    steps.hasten(lambda: quick.append(1) or True)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    model()
+    sys.setprofile(None)
+    assert (ended, quick) == ([1], [1])
+    assert called == ["__call__", "__call__", "<lambda>", "<lambda>"]  # the second one is the program's
+    steps.hasten(None)
+    model()
+    assert (ended, quick) == ([1, 1], [1])
+
+
+def test_what_ends_no_step_is_ignored_until_the_program_goes_on_to_something_else():
+    ended, module = [], inside("steps")
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace(), nn=types.SimpleNamespace(Module=Module), autograd=None)
+    steps = module.Steps(torch, lambda: ended.append(1))
+    model = hastened(steps, ended)
+    other = Layer()
+    other.parameters = model.parameters
+    steps.hasten(lambda: False)  # each end of a step is one of those at which more is done
+    for _ in range(module.OTHERS):
+        other()
+    assert len(ended) == 1
+    model()
+    assert len(ended) == 2
+    for _ in range(2 * module.OTHERS):
+        other()
+    assert len(ended) > 100
+
+
 def test_the_environment_keeps_the_users_paths_and_gives_the_plan(tmp_path):
     found = program.environment({"PYTHONPATH": "/a:/b", "X": "1"}, {"mode": "record"}, tmp_path)
     assert found["PYTHONPATH"] == f"{INSIDE}:/a:/b" and found["X"] == "1"

@@ -956,7 +956,7 @@ def measured_on_a_gpu(step_s, event_s=25e-6, capture_at=None):
 def test_short_steps_on_a_gpu_share_an_event():
     """An event of 25 µs for each step of 50 µs would make it half as long again."""
     steps, events = measured_on_a_gpu(50e-6)
-    assert set(map(round, steps)) == {51} and len(steps) > 1900 and 15 * events <= len(steps)
+    assert max(steps) < 51 and len(steps) > 1900 and 45 * events <= len(steps)
     steps, events = measured_on_a_gpu(10e-3)
     assert set(map(round, steps)) == {10_025} and events == len(steps) + 1
 
@@ -972,31 +972,42 @@ def test_steps_are_timed_by_the_cpu_if_a_graph_is_captured():
     assert len(steps) == 60 and max(steps) < 10_100
 
 
-def without_others(busy_s, helpers, marks):
-    """Return the steps without others, where the CPUs were busy for so long, and helpers had them for so long (s)."""
+def without_others(busy_s, helpers, marks, own):
+    """Return the steps without others, where the CPUs were busy for so long, and helpers had them for so long (s).
+
+    own: (number of the mark, (seconds with a CPU, seconds of waiting for one)).
+    """
     spec = importlib.util.spec_from_file_location("contention", ROOT / "tracereader/run/inside/contention.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     one = module.Contention()
-    last = marks[-1][1][0]
+    last = own[-1][1][0]
     states = iter([(0.0, 0.0, dict.fromkeys(helpers, 0.0)), (busy_s, last, helpers)])
     one._state = lambda: next(states)
     one.begin()
-    return one.without_others(marks)
+    return one.without_others(marks, own)
 
 
 def test_what_other_programs_cost_is_left_out_of_a_step():
     """A step of 1 s computes for 0.4 s and waits for a CPU for 0.6 s. All, half or none of that is for others."""
-    marks = [(0.0, (0.0, 0.0)), (1.0, (0.4, 0.6))]
-    assert without_others(2.0, {}, marks) == [pytest.approx(0.4)]
-    assert without_others(2.0, {"worker": 0.8}, marks) == [pytest.approx(0.7)]
-    assert without_others(0.4, {}, marks) == [pytest.approx(1.0)]
+    step = [0.0, 1.0], [(0, (0.0, 0.0)), (1, (0.4, 0.6))]
+    assert without_others(2.0, {}, *step) == [pytest.approx(0.4)]
+    assert without_others(2.0, {"worker": 0.8}, *step) == [pytest.approx(0.7)]
+    assert without_others(0.4, {}, *step) == [pytest.approx(1.0)]
+
+
+def test_what_was_waited_in_several_steps_is_left_out_of_the_longest_ones():
+    """The times of the thread are taken after four steps, in which it waited for 6 s."""
+    marks = [0.0, 1.0, 6.0, 7.0, 9.0]
+    assert without_others(10.0, {}, marks, [(0, (0.0, 0.0)), (4, (3.0, 5.0))]) == pytest.approx([1, 1, 1, 1])
+    assert without_others(10.0, {}, marks, [(0, (0.0, 0.0)), (4, (3.0, 6.0))]) == pytest.approx([0.75] * 4)
+    assert without_others(10.0, {}, marks, [(0, (0.0, 0.0)), (4, (3.0, 2.0))]) == pytest.approx([1, 3, 1, 2])
 
 
 def test_sleeping_beside_delayed_helpers_stays():
     """A step sleeps for 0.8 s. A helper that others delay says nothing of that."""
-    marks = [(0.0, (0.0, 0.0)), (1.0, (0.2, 0.0))]
-    assert without_others(200.0, {"helper": 0.01}, marks) == [pytest.approx(1.0)]
+    step = [0.0, 1.0], [(0, (0.0, 0.0)), (1, (0.2, 0.0))]
+    assert without_others(200.0, {"helper": 0.01}, *step) == [pytest.approx(1.0)]
 
 
 # Where an object was made.

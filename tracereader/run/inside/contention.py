@@ -7,6 +7,7 @@ other threads and a loader's workers, are delayed, too. That stays, because it l
 import contextlib
 import itertools
 import os
+import statistics
 import threading
 
 
@@ -40,13 +41,26 @@ class Contention:
         """Begin to count what other programs use."""
         self.before = self._state()
 
-    def without_others(self, marks):
-        """Return the steps (s) between marks (time, (had a CPU, waited for one)), without what other programs cost."""
+    def without_others(self, marks, own):
+        """Return the steps (s) between marks (s), without what other programs cost.
+
+        own: (number of the mark, its times()), in order, for the first mark and as many others as these were taken at.
+        What was waited between two of them is left out of the longest steps there, until those are as long as the
+        others: a step is much longer if it loses its CPU. What remains is left out of all of them.
+        """
         share = self._share_of_others()
-        return [
-            max(end - start - share * (waited_after - waited), 0.01 * (end - start))
-            for (start, (_, waited)), (end, (_, waited_after)) in itertools.pairwise(marks)
-        ]
+        steps = [after - before for before, after in itertools.pairwise(marks)]
+        for (first, (_, before)), (last, (_, after)) in itertools.pairwise(own):
+            some = steps[first:last]
+            waited = share * (after - before)
+            usual = statistics.median_low(some)
+            for place in sorted(range(len(some)), key=some.__getitem__, reverse=True):
+                less = min(waited, max(0.0, some[place] - usual))
+                some[place] -= less
+                waited -= less
+            rest = max(0.01, 1 - waited / sum(some))
+            steps[first:last] = [one * rest for one in some]
+        return steps
 
     def _share_of_others(self):
         """Return the share of the waiting that other programs cause, and not this program's helpers."""

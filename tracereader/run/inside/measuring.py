@@ -11,9 +11,10 @@ STOCK_S = 8  # for using up the batches that are ready, which say nothing of how
 STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady
 # A GPU's event costs the CPU about as much as a launch or two, so short steps share one: a step of 54 µs took 81 µs on
 # an H100 with an event of its own.
-EVENT_EACH_S, STEPS_AN_EVENT = 0.001, 50
-# So seldom it is asked whether enough steps are measured: that takes 10 µs where the program's work fills the caches.
-ASKED_EACH_S = 0.002
+EVENT_EACH_S, STEPS_AN_EVENT = 0.004, 50
+# So seldom more is done at the end of a step than to read the clock: that takes 50 µs where the program's work fills
+# the caches.
+ASKED_EACH_S = 0.02
 USUAL = 10  # steps, at least
 SHORTEST_S = 0.1  # on a GPU: forty steps of 50 µs are over before its clocks are up
 
@@ -21,34 +22,41 @@ SHORTEST_S = 0.1  # on a GPU: forty steps of 50 µs are over before its clocks a
 class Measuring:
     """Takes the ends of steps, and measures from the step on at which compilations and allocations have stopped.
 
-    steps: how many have ended. ready: whether the steps are steady. begin() starts the measurement; finish() returns
-    the measured steps in µs. Each rank begins and finishes at the same step, so the caller decides when.
+    counted: how many steps have ended outside the measurement. ready: whether the steps are steady. begin() starts the
+    measurement; finish() returns the measured steps in µs. Each rank begins and finishes at the same step, so the
+    caller decides when.
     """
 
     def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None, slow_us=None, contention=None):
         self.torch, self.skip, self.least, self.seconds, self.most = torch, skip, least, seconds, most
         self.slow_us = slow_us  # if all steps are longer, a few of them tell enough
         self.contention = contention  # leaves out what other programs cost, where steps are timed by the CPU's clock
-        self.waits = []  # this thread's times at the marks
-        self.steps = 0
+        self.counted = 0
         self.began = time.perf_counter()
         self.ends = []  # of the steps of the warm-up, in s
         self.work = None  # what was compiled and allocated so far
         self.quiet = 0  # steps without any of these
-        self.marks = []
+        self.marks = []  # the CPU's times (s) at the ends of steps
+        self.events = []  # of the GPU: (number of the mark, event)
+        self.own = []  # this thread's times: (number of the mark, (had a CPU, waited for one))
         self.every = 1  # so many steps share an event
         self.stock = 0  # batches that a loader's workers have prepared while the first steps were slow
         self.measuring = False
         self.steady = False
 
+    @property
+    def steps(self):
+        """How many steps have ended."""
+        return self.counted + max(0, len(self.marks) - 1)
+
     def ended(self):
         """Count the end of a step."""
-        self.steps += 1
-        if self.steps == 1:
-            self.first_end = time.perf_counter()
         if self.measuring:
-            self.marks.append(self._mark())
+            self._mark()
             return
+        self.counted += 1
+        if self.counted == 1:
+            self.first_end = time.perf_counter()
         self.ends.append(time.perf_counter() - self._waited())
         del self.ends[: -2 * STEADY - 1]
         work = self._compiled(), self._allocated()
@@ -68,28 +76,27 @@ class Measuring:
         few = len(times) < STEADY or (len(before) < 2 and sum(times) < 10)  # long steps need not be so many
         falls = before and statistics.median(before) > FALLING * statistics.median(latest)
         self.steady = self.quiet >= 2 and not few and not falls
-        return self.steady or late or self._is_slow(latest)
+        return self.steady or late or self._is_slow([one * 1e6 for one in latest])
 
     def _warm_s(self):
         return [after - before for before, after in itertools.pairwise(self.ends)]
 
-    def _is_slow(self, times):
-        """Return whether the latest steps (s) are all clearly longer than they need to be, and nothing is compiled."""
-        return self.slow_us is not None and self.quiet >= 2 and len(times) >= STEADY and min(times) * 1e6 > self.slow_us
+    def _is_slow(self, times_us):
+        """Return whether the latest steps are all clearly longer than they need to be, and nothing is compiled."""
+        return self.slow_us is not None and self.quiet >= 2 and len(times_us) >= STEADY and min(times_us) > self.slow_us
 
     def begin(self):
         """Begin to measure at the step that ends now."""
         self.measuring = True
         times = self._warm_s()
-        usual = statistics.median(times) if times else EVENT_EACH_S
-        self.every = max(1, min(STEPS_AN_EVENT, int(EVENT_EACH_S / max(usual, 1e-6))))
+        self.usual = statistics.median(times) if times else EVENT_EACH_S
+        self.every = max(1, min(STEPS_AN_EVENT, int(EVENT_EACH_S / max(self.usual, 1e-6))))
         self._synchronize()
         self.timed_by_gpu = self._on_gpu()
-        self.asked = 0.0
-        self.waits, self.marks = [], []
+        self.marks, self.events, self.own = [], [], []
         if self.contention is not None:
             self.contention.begin()
-        self.marks.append(self._mark())
+        self._mark()
 
     @property
     def enough(self):
@@ -97,8 +104,8 @@ class Measuring:
         count = len(self.marks) - 1
         if count < 3:
             return False
-        seconds = self.marks[-1][0] - self.marks[0][0]
-        if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self._without_others()):
+        seconds = self.marks[-1] - self.marks[0]
+        if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self.without_others()):
             return True
         # Where fewer steps are asked for, they take less time, too.
         shortest = SHORTEST_S * min(1.0, self.least / USUAL) if self.timed_by_gpu else 0.0
@@ -108,19 +115,36 @@ class Measuring:
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
         return seconds >= longest
 
-    def quick(self):
-        """Take the end of a measured step at the least cost, and return True; False where there is more to do."""
-        now = time.perf_counter()
-        if self.timed_by_gpu or now > self.asked + ASKED_EACH_S:
-            self.asked = now
+    def quickly(self):
+        """Return a function that takes the end of a step and returns True, or returns False where ended() has to do it.
+
+        It does no more than it has to, because each of its lines takes several times as long where the program's work
+        fills the caches.
+        """
+        append, clock = self.marks.append, time.perf_counter
+        left = self._until_asked()
+
+        def quick():
+            nonlocal left
+            left -= 1
+            if left:
+                append(clock())
+                return True
+            left = self._until_asked(1)
             return False
-        self.steps += 1
-        self.marks.append((now, None))
-        return True
+
+        return quick
+
+    def _until_asked(self, more=0):
+        """Return after how many steps it is asked whether enough are measured, if so many more are about to end."""
+        count = len(self.marks) - 1 + more
+        enough = [one - count for one in (max(self.least, self.stock), self.most or 0) if one > count]
+        event = self.every - (len(self.marks) + more) % self.every if self.timed_by_gpu else STEPS_AN_EVENT
+        return max(1, min(int(ASKED_EACH_S / max(self.usual, 1e-6)), event, *enough))
 
     def so_far(self):
         """Return the measured steps in µs by the CPU's clock, which runs ahead of a GPU's."""
-        return [(after[0] - before[0]) * 1e6 for before, after in zip(self.marks, self.marks[1:], strict=False)]
+        return [(after - before) * 1e6 for before, after in itertools.pairwise(self.marks)]
 
     def finish(self):
         """Return the measured steps in µs: by the GPU's clock where there is one."""
@@ -128,36 +152,34 @@ class Measuring:
         self._synchronize()
         if len(self.marks) < 2:
             return []
-        timed = [(number, event) for number, (_, event) in enumerate(self.marks) if event is not None]
         found = []
-        for (first, before), (last, after) in itertools.pairwise(timed):
+        for (first, before), (last, after) in itertools.pairwise(self.events):
             count = last - first
             found += [before.elapsed_time(after) * 1e3 / count] * count
         # While a graph is captured no event is recorded. If that lasts to the end, the CPU's clock has all steps.
         if len(found) < len(self.marks) - self.every:
-            found = [one * 1e6 for one in self._without_others()]
-        self.marks = []
+            found = self.without_others()
+        self.counted, self.marks = self.steps, []
         return found
 
-    def _without_others(self):
-        """Return the measured steps in s, without what other programs cost if that is known."""
+    def without_others(self):
+        """Return the measured steps in µs by the CPU's clock, without what other programs cost if that is known."""
         if self.contention is None:
-            return [one / 1e6 for one in self.so_far()]
-        marks = [(now, own) for (now, _), own in zip(self.marks, self.waits, strict=True)]
-        return self.contention.without_others(marks)
+            return self.so_far()
+        return [one * 1e6 for one in self.contention.without_others(self.marks, self.own)]
 
     def _waited(self):
         return self.contention.times()[1] if self.contention is not None else 0.0
 
     def _mark(self):
+        number = len(self.marks)
         if self.contention is not None:
-            self.waits.append(self.contention.times())
-        now = time.perf_counter()
-        if not self.timed_by_gpu or len(self.marks) % self.every or self.torch.cuda.is_current_stream_capturing():
-            return now, None
-        event = self.torch.cuda.Event(enable_timing=True)
-        event.record()
-        return now, event
+            self.own.append((number, self.contention.times()))
+        self.marks.append(time.perf_counter())
+        if self.timed_by_gpu and not number % self.every and not self.torch.cuda.is_current_stream_capturing():
+            event = self.torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.events.append((number, event))
 
     def _on_gpu(self):
         cuda = getattr(self.torch, "cuda", None)

@@ -17,6 +17,7 @@ MUCH_SLOWER = 4  # times the median; where a step takes as long, their geometric
 REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
 MOSTLY = 0.6
 WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
+MORE = 1.25  # times as many steps before it is asked again whether they return: that reads files of the kernel
 NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
 
 
@@ -31,10 +32,11 @@ class Recording:
         self.session, self.plan, self.torch = session, session.plan, session.torch
         plan = self.plan
         self.measuring = session.load("measuring").Measuring(
-            session.torch, plan["skip"], plan["least"], plan["seconds"], plan["most"]
+            session.torch, plan["skip"], plan["least"], plan["seconds"], plan["most"], contention=session.contention()
         )
         self.phase = "warming up"
         self.steps_us, self.period = [], None
+        self.awaited = 0  # steps that are timed before it is asked again whether slow ones return
         self.profiler, self.left, self.active = None, 0, plan["active"]
         self.notes = None  # of modules' calls; the profiler makes its own with stacks
         self.names_modules = False
@@ -63,7 +65,7 @@ class Recording:
         """Go on to the next phase at the end of a step, if all ranks of this machine do so."""
         session, measuring = self.session, self.measuring
         if self.profiler is not None:
-            measuring.steps += 1
+            measuring.counted += 1
             self._step_of_profiler()
             return
         measuring.ended()
@@ -76,12 +78,12 @@ class Recording:
                 session.settle()
                 measuring.begin()
                 if session.local_world_size == 1 and session.made is None:
-                    session.quick = measuring.quick
+                    session.steps.hasten(measuring.quickly())
         elif self.phase == "timing steps without the profiler":
             if session.leads and measuring.enough and not self._awaits_period():
                 session.decide("profile", self._count())
             if count := session.due("profile"):
-                session.quick = None
+                session.steps.hasten(None)
                 self.active = count
                 self.steps_us = measuring.finish()
                 self.period = period(self.steps_us)
@@ -97,13 +99,16 @@ class Recording:
 
     def _awaits_period(self):
         measuring, plan = self.measuring, self.plan
-        times = measuring.so_far()
+        if len(measuring.marks) - 1 < self.awaited:
+            return True
+        times = measuring.without_others()
         if not any(0 < len(_slow(times, limit)) < REPEATS for limit in _limits(times)):
             return False
+        self.awaited = MORE * len(times)
         return len(times) < WAIT_FOR_PERIOD * plan["most"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
 
     def _count(self):
-        times = self.measuring.so_far()
+        times = self.measuring.without_others()
         longest = max(self.plan["active"], period(times) or 0)
         return max(self.plan["active"], min(longest, int(self.plan["record_s"] * 1e6 / statistics.fmean(times))))
 

@@ -47,7 +47,6 @@ class Session:
         self.settled = None  # whether this process leads, once that is known
         self.decisions = {}
         self.thread = None
-        self.quick = None  # takes the end of a step alone if it returns True
         self.elsewhere = 0  # steps in other threads than the one that is measured
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
         kind = self.load("recording").Recording if self.plan["mode"] == "record" else Timing
@@ -109,14 +108,16 @@ class Session:
         """Ask no more whether this process leads: that takes as long as some ops, and steps are timed from now on."""
         self.settled = self.leads
 
+    def contention(self):
+        """Return what leaves other programs out of the steps' times. Other ranks are not told from them."""
+        return self.load("contention").Contention() if self.local_world_size == 1 else None
+
     # Steps.
 
     def step_ended(self):
         if self.over:
             return
         thread = threading.current_thread()
-        if self.quick is not None and thread is self.thread and self.quick():
-            return
         if self.claimed is None:
             self.thread = thread  # no number of it: a later thread may get the same one
             self.claimed = self.claim()
@@ -269,7 +270,7 @@ class Timing:
         measuring = session.load("measuring")
         self.measuring = measuring.Measuring(
             session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most"),
-            plan.get("slow_us"), session.load("contention").Contention() if session.local_world_size == 1 else None,
+            plan.get("slow_us"), session.contention(),
         )  # fmt: skip
         self.steps_us, self.wall_us = [], None
 

@@ -14,6 +14,8 @@ RARE = 8  # what is called this many times less often than another one does not 
 WAIT_CALLS, WAIT_S = 64, 20  # after these, calls of modules count even if there is an optimizer that has made no step
 REPLAYS = 4  # of one CUDA graph without another end of a step: the graph holds the whole step
 PARAMETERLESS = 8  # so many calls of modules without parameters before they count
+NO_BACKWARD = -1  # the number of the backward pass outside of any
+OTHERS = 512  # calls of other objects without one that ends a step: the program has gone on to something else
 
 
 class Turn:
@@ -73,9 +75,13 @@ class Steps:
         self.with_parameters = weakref.WeakKeyDictionary()
         self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
         self.since_backward = None  # calls of modules since the latest backward pass; None before the first one
-
-        task = getattr(torch._C, "_current_graph_task_id", None)
-        self.in_backward = (lambda: task() != -1) if task is not None else (lambda: False)
+        self.ender = None  # a reference to the object that ended the latest step
+        self.fast = []  # that one, and what takes the end of its steps, while hasten() is in force
+        self.others = 0  # calls of other objects since then
+        self.compiling = is_compiling(torch)
+        # One call less, where torch.compile alone matters.
+        self.traced = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", self.compiling)
+        self.backward = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
 
     def start(self):
         """Watch for the ends of steps."""
@@ -86,15 +92,13 @@ class Steps:
         torch = self.torch
         from torch.optim import optimizer
 
-        compiling, in_backward = is_compiling(torch), self.in_backward
+        traced, fast = self.traced, self.fast
 
         def stepped(one, args, kwargs):
-            if compiling():  # a compiled optimizer: its code must not hold this call
+            if traced():  # a compiled optimizer: its code must not hold this call
                 return
-            if in_backward():  # the profiler cannot be started there, so that calls of modules end the steps
-                self.waits = False
-                return
-            self._optimizer_stepped(one)
+            if not fast or fast[0]() is not one or not fast[1]():
+                self._optimizer_stepped(one)
 
         self.undo.append(optimizer.register_optimizer_step_post_hook(stepped).remove)
         kind = optimizer.Optimizer
@@ -110,8 +114,39 @@ class Steps:
         self._watch_calls([torch.nn.Module])
         self._watch_graphs(getattr(torch.cuda, "CUDAGraph", None))
 
+    def hasten(self, quick):
+        """Let the object that ended the latest step end all further ones, until hasten(None).
+
+        quick: takes the end of a step in place of ended() if it returns True. As little as possible is called then: the
+        step's work has filled the caches, so that each function takes several times as long as in a loop of its own.
+        """
+        self.others = 0
+        self.fast[:] = (self.ender, quick) if quick is not None and self.since_backward is None else ()
+
+    def _hastened(self, one):
+        """Return whether the call of an object is dealt with, because the same object ends each step."""
+        if not self.fast:
+            return False
+        if self.fast[0]() is one:
+            self.others = 0
+            self.ended()
+            return True
+        self.others += 1
+        if self.others > OTHERS:
+            self.fast.clear()
+        return bool(self.fast)
+
+    def _ends(self, one):
+        self.ender = weakref.ref(one)
+        self.ended()
+
+    def _named_ends(self):
+        if not self.fast or not self.fast[1]():
+            self.ended()
+
     def stop(self):
         """Take back everything that start() put into the program's torch."""
+        self.fast.clear()
         while self.undo:
             self.undo.pop()()
         self.module_undo = []
@@ -123,6 +158,11 @@ class Steps:
         return back
 
     def _optimizer_stepped(self, one):
+        if self.compiling() or self._hastened(one):
+            return
+        if self.backward() != NO_BACKWARD:
+            self.waits = False  # the profiler cannot be started there, so that calls of modules end the steps
+            return
         if self.kind == "graph":
             return
         if self.replayed:
@@ -132,9 +172,10 @@ class Steps:
         ends = self.optimizers.ends(one)
         if self.kind != "optimizer":
             self.kind = "optimizer"
+            self.since_backward = None
             self._forget_modules()
         if ends:
-            self.ended()
+            self._ends(one)
 
     # Outermost calls of modules.
 
@@ -152,6 +193,7 @@ class Steps:
             result = backward(*args, **kwargs)
             if self.since_backward is None:
                 self.modules = Turn()  # before the first backward pass each call counted
+                self.fast.clear()
             self.since_backward = 0
             return result
 
@@ -162,7 +204,7 @@ class Steps:
         if kind in self.classes:
             return
         self.classes.add(kind)
-        call, busy = kind.__call__, self.busy
+        call, busy, fast, traced, backward = kind.__call__, self.busy, self.fast, self.traced, self.backward
         is_usual = call is self.usual_call  # otherwise it calls the usual one itself
 
         def __call__(module, *args, **kwargs):
@@ -175,7 +217,10 @@ class Steps:
                 result = run(module, *args, **kwargs)
             finally:
                 busy.inside = False
-            self._called(module)
+            if traced():
+                return result
+            if not fast or fast[0]() is not module or backward() != NO_BACKWARD or not fast[1]():
+                self._called(module)
             return result
 
         __call__.__wrapped__ = call
@@ -190,13 +235,10 @@ class Steps:
         self.classes.clear()
 
     def _called(self, module):
-        if (
-            self.kind in ("optimizer", "graph")
-            or _is_loader_worker()
-            or is_compiling(self.torch)()
-            or self.in_backward()
-        ):
+        if self.kind in ("optimizer", "graph") or self.compiling() or self.backward() != NO_BACKWARD:
             return  # a call in backward computes a checkpoint's activations again
+        if self._hastened(module) or _is_loader_worker():
+            return
         self.module_calls += 1
         if self.replayed:
             self._forget_replays()
@@ -221,7 +263,7 @@ class Steps:
                 return
         self.kind = "module"
         if ends:
-            self.ended()
+            self._ends(module)
 
     def narrow(self):
         """Watch the classes of the modules that were called only, so that other calls take no more time."""
@@ -259,8 +301,10 @@ class Steps:
                 return
             self.kind = "graph"
             self._forget_modules()
-        if self.graphs.ends(graph):
-            self.ended()
+        if self.fast and self.fast[0]() is graph and self.fast[1]():
+            return
+        if not self._hastened(graph) and self.graphs.ends(graph):
+            self._ends(graph)
 
     # Where the user says.
 
@@ -270,8 +314,8 @@ class Steps:
 
         def __exit__(one, *args):
             result = leave(one, *args)
-            if one.name == name and not is_compiling(self.torch)():
-                self.ended()
+            if one.name == name and not self.compiling():
+                self._named_ends()
             return result
 
         self._patch(kind, "__exit__", __exit__)
@@ -309,7 +353,7 @@ class Steps:
         @functools.wraps(function, updated=())
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
-            self.ended()
+            self._named_ends()
             return result
 
         self._patch(owner, name, call)
