@@ -499,13 +499,33 @@ def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
     assert "a profiler of its own" in found.stderr
 
 
+NEW_THREADS = f"""{LOOP.replace("optimizer =", "# ")}import threading, time
+for i in range(STEPS):
+    one = threading.Thread(target=lambda: (model(torch.ones(2, 8)), time.sleep(0.02)))
+    one.start(); one.join()
+print('end')
+"""
+
+
 @pytest.mark.exhaustive
-def test_a_program_that_makes_each_step_in_a_new_thread_is_told_so(tmp_path):
-    code = "import threading\nfor i in range(200):\n    one = threading.Thread(target=lambda: model(torch.ones(2, 8)))"
-    code = f"{LOOP.replace('optimizer =', '# ')}{code}\n    one.start(); one.join()\nprint('end')"
-    found, traces = recorded(tmp_path, code)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_steps_of_which_each_runs_in_a_new_thread_are_recorded(goes_on, tmp_path):
+    code = NEW_THREADS.replace("STEPS", "200" if goes_on else "100_000")
+    found, traces = recorded(tmp_path, code, *["--continue"] * goes_on)
+    assert found.returncode == 0 and found.stdout == "end\n" * goes_on, found.stderr
+    (trace,) = traces.values()
+    steps = [one for one in steps_in(trace) if one["cat"] == "user_annotation"]
+    linears = {one["tid"] for one in trace["traceEvents"] if one.get("name") == "aten::linear"}
+    assert len({one["tid"] for one in steps}) == len(linears) == 4
+    assert calls_in_each_step(trace, "aten::linear") == calls_in_each_step(trace, "nn.Module: Linear_0") == [1] * 4
+
+
+@pytest.mark.exhaustive
+def test_a_torch_that_cannot_record_all_threads_is_told_so(tmp_path):
+    older = "torch._C._profiler._ExperimentalConfig = lambda: None\nmodel ="
+    found, traces = recorded(tmp_path, NEW_THREADS.replace("STEPS", "99").replace("model =", older, 1))
     assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
-    assert "each of its steps runs in a new thread" in found.stderr
+    assert "each of its steps runs in a new thread" in found.stderr and "newer torch" in found.stderr
 
 
 @pytest.mark.exhaustive

@@ -163,7 +163,8 @@ def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
     done_at, sent = None, []
     while True:
         try:
-            return process.wait(POLL_S)
+            status = process.wait(POLL_S)
+            return 0 if sent else status
         except subprocess.TimeoutExpired:
             pass
         if go_on:
@@ -172,14 +173,13 @@ def _wait(process: subprocess.Popen, folder: Path, go_on: bool) -> int:
             found = program.results(folder)
             local = max((one.get("local_world_size", 1) for one in found), default=0)
             if found and len([one for one in found if one["why"] == "recorded"]) >= local:
-                done_at = time.monotonic()
+                # An exception in another thread than the main one would not end the program.
+                done_at = time.monotonic() - (0 if all(one["can_exit"] for one in found) else GRACE_S)
             continue
         for number, after in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, GRACE_S + 5), (signal.SIGKILL, GRACE_S + 10)):
             if number not in sent and time.monotonic() > done_at + after:
                 sent.append(number)
                 process.send_signal(number)
-        if sent and process.poll() is not None:
-            return 0
 
 
 def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -> list[str]:
@@ -192,8 +192,9 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
     traces = [one for one in found if one.get("trace")]
     if traces:
         first = traces[0]
-        times = (
-            f"{first['unprofiled_step_us'] / 1000:.3g} ms without the profiler ({first['unprofiled_steps']} measured)"
+        step = (
+            f"a step ends with {first['ends_with']} and takes {first['unprofiled_step_us'] / 1000:.3g} ms without the "
+            f"profiler ({first['unprofiled_steps']} measured)"
         )
         ranks = f" of each of {len(traces)} ranks" if len(traces) > 1 else ""
         names = traces[0]["trace"] if len(traces) == 1 else re.sub(r"rank\d+", "rank*", traces[0]["trace"])
@@ -204,7 +205,7 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
             more += f"; its end failed with status {status}, which --continue avoids"
         if wants_modules and not first["names_modules"]:
             more += "; modules are left out, because the trace has a clock of its own"
-        _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; a step takes {times}{more}")
+        _say(f"{first['recorded']} steps{ranks} in {os.path.relpath(names)}; {step}{more}")
         return [one["trace"] for one in traces]
     _say(f"nothing was recorded: {_why(folder, found, status)}")
     return []

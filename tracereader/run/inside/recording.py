@@ -129,12 +129,18 @@ class Recording:
                 record_shapes=self.plan["shapes"],
                 profile_memory=self.plan["memory"],
                 with_stack=self.plan["stacks"],
+                experimental_config=_of_all_threads(self.torch) if self.session.roams else None,
             )
             self.profiler.start()
-        if self.session.thread is not threading.main_thread() and not hasattr(self.of_thread, "at_its_end"):
+        alone = self.session.thread is not threading.main_thread() and not self.session.roams
+        if alone and not hasattr(self.of_thread, "at_its_end"):
             # torch crashes at the program's end if this thread ends before its profiler.
             self.of_thread.at_its_end = _Deleted(self._drop_profiler)
         self.left = warmup + active
+
+    def can_roam(self):
+        """Whether the profiler can record steps of several threads, one after another: not if it has been started."""
+        return not self.steps_us and _of_all_threads(self.torch) is not None
 
     def _step_of_profiler(self):
         with _quiet(), self._ours():
@@ -240,7 +246,7 @@ class Recording:
         """Stop the profiler if it runs, and take back what was put into torch."""
         self._unwatch()
         self._end_notes()
-        if threading.current_thread() is self.session.thread:  # another one cannot stop its profiler
+        if self.session.roams or threading.current_thread() is self.session.thread:  # no other can stop its profiler
             self._drop_profiler()
 
     def _drop_profiler(self):
@@ -267,6 +273,13 @@ class _Deleted:
 
     def __del__(self):
         self.then()
+
+
+def _of_all_threads(torch):
+    """Return the configuration with which the profiler records all threads; None if this torch has none."""
+    with contextlib.suppress(AttributeError, TypeError):
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return None
 
 
 def _opened(path, packed):

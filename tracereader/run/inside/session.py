@@ -48,6 +48,8 @@ class Session:
         self.decisions = {}
         self.thread = None
         self.elsewhere = 0  # steps in other threads than the one that is measured
+        self.roams = False  # whether each step is measured in the thread that makes it, because these end
+        self.lock = threading.Lock()
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
         kind = self.load("recording").Recording if self.plan["mode"] == "record" else Timing
         self.work = kind(self)
@@ -125,29 +127,37 @@ class Session:
                 self.finish()
         if not self.claimed:
             return
-        if thread is not self.thread:
-            self.elsewhere += 1
-            self._left_alone()
+        if thread is not self.thread and not self._follows(thread):
             return
         if self.made is not None:
             self.made.step_ended()
             self.work.measuring.stock = self.made.stock
-        try:
-            self.work.ended()
-        except Exception as problem:
-            if self.exits:  # pytest's own way to end is an Exception
-                raise
-            self.fail(problem)  # ours: it must not end the program
+        with self.lock:
+            try:
+                self.work.ended()
+            except Exception as problem:
+                if self.exits:  # pytest's own way to end is an Exception
+                    raise
+                self.fail(problem)  # ours: it must not end the program
 
-    def _left_alone(self):
-        """Give up if the thread that made the first step has ended: the profiler records the thread that starts it."""
-        if not self.thread.is_alive() and not self.result:
-            self.why = (
-                "each of its steps runs in a new thread, and the profiler follows one thread; have one make all steps, "
-                "as a server without threads does"
-            )
-            self.write_result()
-            self.finish()
+    def _follows(self, thread):
+        """Return whether to go on in another thread: the one before has ended, as in a server with one per request."""
+        if not self.roams:
+            if self.thread.is_alive() or self.result:
+                self.elsewhere += 1
+                return False
+            if not self.work.can_roam():
+                self.why = (
+                    "each of its steps runs in a new thread, and the profiler follows one thread; have one make all "
+                    "steps, as a server without threads does, or use a newer torch"
+                )
+                self.write_result()
+                self.finish()
+                return False
+            self.roams, self.elsewhere = True, 0
+            self.work.measuring.contention = None  # it counts what one thread waits
+        self.thread = thread
+        return True
 
     def claim(self):
         """Take this rank for this process. A process that has ended without a result has lost it."""
@@ -231,6 +241,8 @@ class Session:
     def at_exit(self):
         if os.getpid() == self.pid and self.claimed and not self.result:
             self.write_result()
+            if self.roams:
+                self.finish()  # its profiler runs on in no thread
 
     def write_result(self):
         torch = self.torch
@@ -241,7 +253,9 @@ class Session:
             "pid": self.pid,
             "steps": self.work.steps,
             "elsewhere": self.elsewhere,
+            "can_exit": self.thread is threading.main_thread(),
             "kind": self.steps.kind,
+            "ends_with": self.steps.ends_with,
             "why": self.why,
             "peak_bytes": torch.cuda.max_memory_allocated() if _on_gpu(torch) else None,
             **self.work.facts(),
@@ -303,6 +317,10 @@ class Timing:
                 session.steps.narrow()
                 session.settle()
                 measuring.begin()
+
+    def can_roam(self):
+        """Whether steps can be timed in several threads, one after another."""
+        return True
 
     def close(self):
         """Take back what was put into torch: nothing."""

@@ -56,7 +56,7 @@ class Turn:
 class Steps:
     """Calls `ended()` at the end of each step, from start() to stop(), in the thread of the program that makes it.
 
-    kind: "optimizer", "module", "graph" or "named" once a step has ended. thread: the thread that makes the steps.
+    kind: "optimizer", "module", "graph" or "named" once a step has ended. ends_with: what ended it, in words.
     """
 
     def __init__(self, torch, ended, step_at=None):
@@ -69,13 +69,14 @@ class Steps:
         self.optimizers_made = 0
         self.waits = True  # for the optimizers to make a step
         self.began = time.monotonic()
-        self.busy = threading.local()
+        self.busy = _Busy()
         self.classes, self.module_undo = set(), []
         self.module_calls = 0
         self.with_parameters = weakref.WeakKeyDictionary()
         self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
         self.since_backward = None  # calls of modules since the latest backward pass; None before the first one
         self.ender = None  # a reference to the object that ended the latest step
+        self.ends_with = step_at  # in words
         self.fast = []  # that one, and what takes the end of its steps, while hasten() is in force
         self.others = 0  # calls of other objects since then
         self.compiling = is_compiling(torch)
@@ -138,6 +139,10 @@ class Steps:
 
     def _ends(self, one):
         self.ender = weakref.ref(one)
+        name = type(one).__name__
+        self.ends_with = f"{name}.step" if self.kind == "optimizer" else f"a call of {name}"
+        if self.kind == "graph":
+            self.ends_with = "a replay of a CUDA graph"
         self.ended()
 
     def _named_ends(self):
@@ -210,7 +215,7 @@ class Steps:
         def __call__(module, *args, **kwargs):
             # A program may keep a module's call while it makes many steps, as generate() does.
             run = (is_usual and self.noted) or call
-            if getattr(busy, "inside", False):
+            if busy.inside:
                 return run(module, *args, **kwargs)
             busy.inside = True
             try:
@@ -358,6 +363,10 @@ class Steps:
 
         self._patch(owner, name, call)
         return True
+
+
+class _Busy(threading.local):
+    inside = False  # the outermost call of a module
 
 
 def patched(owner, name, new):
