@@ -21,14 +21,14 @@ from tracereader.run import callbacks, program, record
 INSIDE = ROOT / "tracereader" / "run" / "inside"
 
 LOOP = """
-import os, sys, torch
+import os, sys, time, torch
 torch.set_num_threads(1)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 """
 STEP = "model(torch.ones(2, 8)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 # Other programs do not make such a step half as long again. Slow steps at equal distances would be recorded, too.
-LONG_STEP = f"{STEP}; __import__('time').sleep(0.05)"
+LONG_STEP = f"{STEP}; time.sleep(0.05)"
 ENDLESS = "count = 0\nwhile count < 100_000:\n    count += 1\n    "
 
 
@@ -192,11 +192,11 @@ class Clock:
         return self.now
 
 
-def measuring(step_s, contention=None, **more):
+def measuring(step_s, contention=None, cuda=None, **more):
     """Return a Measuring that has begun after steps of this length, and its clock."""
     module, clock = inside("measuring"), Clock()
     module.time = clock
-    torch = types.SimpleNamespace(cuda=None)
+    torch = types.SimpleNamespace(cuda=cuda and cuda(clock), _C=None)
     one = module.Measuring(torch, **more, contention=contention)
     while not one.ready:
         clock.now += step_s
@@ -217,6 +217,33 @@ def test_it_is_asked_each_fiftieth_of_a_second_whether_enough_steps_are_measured
             one.ended()
     assert found == asked_at and len(one.marks) == asked_at[-1] + 1
     assert one.so_far() == pytest.approx([step_s * 1e6] * asked_at[-1], rel=1e-3)
+
+
+class Cuda:
+    """A GPU on which each step takes twice as long as the CPU takes to launch it."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.is_initialized, self.is_current_stream_capturing = lambda: True, lambda: False
+        self.synchronize = lambda: None
+
+    def Event(self, enable_timing):
+        event = types.SimpleNamespace(elapsed_time=lambda other: (other.at - event.at) * 1e3)
+        event.record = lambda: setattr(event, "at", 2 * self.clock.now)
+        return event
+
+
+@pytest.mark.parametrize(("step_s", "every"), [(0.05e-3, 50), (0.5e-3, 8), (1.5e-3, 2), (20e-3, 1)])
+def test_short_steps_that_are_timed_by_a_gpu_share_events(step_s, every):
+    one, clock = measuring(step_s, cuda=Cuda, least=10, most=40)
+    assert one.every == pytest.approx(every, abs=1)
+    quick = one.quickly()
+    for _ in range(300):
+        clock.now += step_s
+        if not quick():
+            one.ended()
+    assert [number for number, _ in one.events] == list(range(0, 301, one.every))
+    assert one.finish() == pytest.approx([2e6 * step_s] * (300 - 300 % one.every), rel=1e-3)
 
 
 def test_losing_the_cpu_at_equal_distances_makes_no_period():
@@ -477,6 +504,22 @@ PROGRAMS = {
     ),
     "a compiled model": (f"fast = torch.compile(model, backend='eager', fullgraph=True)\n{ENDLESS}{STEP}", 1),
     "a function by its name": (f"def work(): model(torch.ones(1, 8)); model(torch.ones(1, 8))\n{ENDLESS}work()", 2),
+    "two models that take turns": (
+        f"other = torch.nn.Linear(8, 8)\n{ENDLESS}other(model(torch.ones(1, 8))); time.sleep(0.02)",
+        2,
+    ),
+    "a generator of tokens": (
+        "head = torch.nn.Linear(8, 9)\ndef tokens():\n    x = torch.ones(1, 8)\n    for i in range(30):\n"
+        "        x = model(x); yield head(x).argmax().item(); time.sleep(0.02)\n"
+        f"{ENDLESS}for token in tokens(): pass",
+        2,
+    ),
+    "a child of multiprocessing": (
+        f"import multiprocessing\ndef work():\n    for i in range(100_000): {LONG_STEP}\n"
+        "if __name__ == '__main__':\n    one = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    one.start(); one.join(); sys.exit(one.exitcode)",
+        1,
+    ),
     "a forked child": (f"if os.fork():\n    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n{ENDLESS}{STEP}", 1),
 }
 
@@ -489,6 +532,43 @@ def test_programs_are_recorded_step_by_step(name, tmp_path):
     found, traces = recorded(tmp_path, LOOP + code, *flags)
     assert found.returncode == 0 and len(traces) == 1, found.stderr
     assert calls_in_each_step(*traces.values(), "aten::linear") == [linears] * 4
+
+
+@pytest.mark.exhaustive
+def test_a_test_of_pytest_is_recorded_and_ends_the_session(tmp_path):
+    code = f"import pytest\n{LOOP}def test_first(): assert model(torch.ones(1, 8)).shape == (1, 8)\n"
+    code += f"def test_training():\n    for i in range(100_000): {LONG_STEP}\ndef test_never(): assert False"
+    found, traces = recorded(tmp_path, code, launch=(sys.executable, "-m", "pytest", "-q"))
+    assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
+
+
+@pytest.mark.exhaustive
+def test_a_program_with_a_handler_of_signals_that_exits_at_once_goes_on_as_alone(tmp_path):
+    code = (
+        f"{LOOP}import signal\ngot = []\nsignal.signal(signal.SIGALRM, lambda *_: got.append(1))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)\n"
+        f"for i in range(60): {LONG_STEP}\nprint(len(got) > 9, flush=True)\nos._exit(4)"
+    )
+    found, traces = recorded(tmp_path, code, "--continue")
+    assert (found.returncode, found.stdout) == (4, "True\n"), found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
+    assert "a step ends with SGD.step and takes" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_program_of_compiled_functions_is_asked_what_ends_a_step(tmp_path):
+    code = (
+        f"{LOOP}fast = torch.compile(lambda x: (x @ x).relu(), backend='eager')\n"
+        "def work(): fast(torch.ones(8, 8)); time.sleep(0.02)\nfor i in range(80): work()\nprint('end')"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
+    assert "name what ends a step with --step-at" in found.stderr
+    found, traces = recorded(tmp_path, code, "--step-at", "program:work", "--continue")
+    assert (found.returncode, found.stdout) == (0, "end\n")
+    assert calls_in_each_step(*traces.values(), "aten::matmul") == [1] * 4
+    assert "a step ends with program:work and takes" in found.stderr
 
 
 @pytest.mark.exhaustive

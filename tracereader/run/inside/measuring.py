@@ -141,7 +141,7 @@ class Measuring:
         """Return after how many steps it is asked whether enough are measured, if so many more are about to end."""
         count = len(self.marks) - 1 + more
         enough = [one - count for one in (max(self.least, self.stock), self.most or 0) if one > count]
-        event = self.every - (len(self.marks) + more) % self.every if self.timed_by_gpu else STEPS_AN_EVENT
+        event = self.every - count % self.every if self.timed_by_gpu else STEPS_AN_EVENT
         return max(1, min(int(ASKED_EACH_S / max(self.usual, 1e-6)), event, *enough))
 
     def so_far(self):
