@@ -219,6 +219,21 @@ def test_it_is_asked_each_fiftieth_of_a_second_whether_enough_steps_are_measured
     assert one.so_far() == pytest.approx([step_s * 1e6] * asked_at[-1], rel=1e-3)
 
 
+def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
+    """Its steps become shorter for twelve steps, and nothing is measured before they are as short as they get."""
+    module, clock = inside("measuring"), Clock()
+    module.time = clock
+    one = module.Measuring(types.SimpleNamespace(cuda=None))
+    clock.now += 300
+    steps = [2 * 0.8 ** min(number, 12) for number in range(30)]
+    for number, step_s in enumerate(steps, 1):
+        clock.now += step_s
+        one.ended()
+        if one.ready:
+            break
+    assert one.steady and number > 12
+
+
 class Cuda:
     """A GPU on which each step takes twice as long as the CPU takes to launch it."""
 

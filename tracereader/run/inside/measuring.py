@@ -8,7 +8,7 @@ import time
 STEADY = 4  # so many steps are compared with as many before them
 FALLING = 1.15  # steps that were longer than the latest ones by this factor are still becoming shorter
 STOCK_S = 8  # for using up the batches that are ready, which say nothing of how fast a loader is
-STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady
+STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady, after the first step
 # A GPU's event costs the CPU about as much as a launch or two, so short steps share one: a step of 54 µs took 81 µs on
 # an H100 with an event of its own.
 EVENT_EACH_S, STEPS_AN_EVENT = 0.004, 50
@@ -32,7 +32,6 @@ class Measuring:
         self.slow_us = slow_us  # if all steps are longer, a few of them tell enough
         self.contention = contention  # leaves out what other programs cost, where steps are timed by the CPU's clock
         self.counted = 0
-        self.began = time.perf_counter()
         self.ends = []  # of the steps of the warm-up, in s
         self.work = None  # what was compiled and allocated so far
         self.quiet = 0  # steps without any of these
@@ -72,7 +71,7 @@ class Measuring:
             return False
         if self.steps <= 2 * self.stock and time.perf_counter() < self.first_end + STOCK_S:
             return False
-        late = self.steps > self.skip + STEPS_AT_MOST or time.perf_counter() > self.began + SECONDS_AT_MOST
+        late = self.steps > self.skip + STEPS_AT_MOST or time.perf_counter() > self.first_end + SECONDS_AT_MOST
         times = self._warm_s()
         latest, before = times[-STEADY:], times[:-STEADY]
         few = len(times) < STEADY or (len(before) < 2 and sum(times) < 10)  # long steps need not be so many
