@@ -226,12 +226,10 @@ def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
     one = module.Measuring(types.SimpleNamespace(cuda=None))
     clock.now += 300
     steps = [2 * 0.8 ** min(number, 12) for number in range(30)]
-    for number, step_s in enumerate(steps, 1):
-        clock.now += step_s
+    while not one.ready:
+        clock.now += steps[one.steps]
         one.ended()
-        if one.ready:
-            break
-    assert one.steady and number > 12
+    assert one.steady and one.steps > 12
 
 
 class Cuda:
@@ -818,12 +816,33 @@ def test_a_callback_records_a_training_that_runs_to_its_end(library, tmp_path):
     assert "steps, while warming up" in few.stderr and few.returncode == 0
 
 
-def run_alone(folder, code):
+OF_RANKS = f"""{LOOP}from tracereader.run import callbacks
+torch.distributed.init_process_group('gloo')
+model = torch.nn.parallel.DistributedDataParallel(model)
+processes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+torch.distributed.all_gather(processes, torch.tensor([os.getpid()]))
+finish = callbacks._begin(os.path.abspath('ranks.json.gz'), {{}})
+for i in range(80): {LONG_STEP}
+if torch.distributed.get_rank() == 0:
+    while os.path.exists(f'/proc/{{processes[1].item()}}'): time.sleep(0.01)
+finish()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_callback_says_what_was_recorded_after_another_rank_has_ended(tmp_path):
+    found = run_alone(tmp_path, OF_RANKS, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert found.returncode == 0, found.stderr
+    assert "record-trace: 4 steps of each of 2 ranks in ranks_rank*.json.gz" in found.stderr
+    assert not list((tmp_path / "tmp").glob("record-trace-*"))
+
+
+def run_alone(folder, code, *launcher):
     (folder / "alone.py").write_text(code)
     (folder / "tmp").mkdir(exist_ok=True)
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder / "tmp")}
-    command = [sys.executable, "alone.py"]
+    command = [sys.executable, *launcher, "alone.py"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 

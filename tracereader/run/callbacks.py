@@ -80,12 +80,13 @@ def _begin(out: str, plan: dict[str, object]) -> Callable[[], None]:
         return lambda: None
     torch = sys.modules["torch"]  # which the trainer has imported: this package does without
     folder = Path(_common_folder(torch))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     whole = {
         **program.RECORDING, "most": 4 * int(plan.get("least", program.RECORDING["least"])), **plan, "mode": "record",
         "changes": None, "go_on": True, "out": out, "folder": str(folder),
     }  # fmt: skip
     session = _inside("session").Session(torch, whole, _inside)
+    if session.leads:  # another rank may end before this one has said what was recorded
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     session.start()
 
     def finish() -> None:
