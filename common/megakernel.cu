@@ -1,35 +1,43 @@
 // One decoding step of a Qwen3 model as one persistent kernel. common/megakernel.py compiles and launches it.
 //
-// Plan. Each SM runs one block for the whole step. A layer has five phases, and the language model's head follows:
+// Plan. Each block has an SM for the whole step. CLUSTER blocks form a thread block cluster, and can write into each
+// other's shared memory, which takes a fraction of the time that a way through the L2 cache takes. So each cluster
+// works by itself for as long as possible. A layer has five phases, and the language model's head follows:
 //
-//   phase     a tile of it                               waits for                     hands on
-//   qkv       16 rows x HIDDEN, norm of its input        residual stream               queries, keys, values
-//   attend    one sequence, key-value head and split     32 of the tiles of qkv        weighted values of its split
-//   o         64 rows x the 2 heads of one kv head       the splits of these heads     addends of the stream
-//   gate_up   8 gate and 8 up rows x HIDDEN, norm        residual stream               SiLU(gate) * up
-//   down      16 rows x half of INTER                    half of gate_up               addends of the stream
-//   head      16 rows x HIDDEN, norm                     residual stream               logits, likeliest token
+//   phase     a block's part                                 waits for                  hands on
+//   qkv       its share of a kv head's 512 rows, norm        residual stream            queries, key, value
+//   attend    one sequence and split of the cluster's head   qkv of its cluster         weighted values of its split
+//   o         its share of rows x the cluster's head         attend of its cluster      addends of the stream
+//   gate_up   its share of the cluster's units, norm         residual stream            SiLU(gate) * up
+//   down      its share of rows x the cluster's units        gate_up of its cluster     addends of the stream
+//   head      every so many tiles of 16 rows, norm           residual stream            logits, likeliest token
+//
+// Only the first KV_HEADS clusters have a head. The others have more units (64 columns between gate_up and down), so
+// that all blocks read about as many weights.
 //
 // Weights. They depend on nothing, so one warp, the producer, copies them: chunks of 16 KB, in the order in which
 // this block uses them, into a ring of STAGES slots in shared memory. It waits for free slots, never for data of
-// other blocks. At most WINDOW copies are on their way at a time, since every other read would wait behind them.
-// While the block waits for its input, the ring fills up for the phases that follow. The host has laid the weights
-// out so that a chunk is contiguous and each thread finds its operands of mma.m16n8k16 in 16 bytes.
+// other blocks. At most WINDOW copies are on their way at a time, and they begin at least a.pace clock cycles apart,
+// since every other read would wait behind them. While the block waits for its input, the ring fills up for the phases
+// that follow. The host has laid the weights out so that all of a block's are contiguous and each thread finds its
+// operands of mma.m16n8k16 in 16 bytes.
 //
-// Data between blocks. There is no grid-wide barrier. Readers poll the data itself, and two kinds of 64-bit words
-// tell whether they are there:
-// - a tagged word has its payload in the lower half and the layer's number since the first step in the upper half;
-// - a word of the residual stream is a sum in fixed point. Its lowest 8 bits count the addends. Integer addition has
-//   no rounding, so the order of the addends does not change the result. The words of the next step are set to 0
-//   in this one: there are two sets.
-// Both are read and written by relaxed operations of GPU scope on 64 bits. Such operations on the same location are
-// morally strong and single-copy atomic, so payload and tag, or sum and count, never tear (PTX ISA, "Memory
-// Consistency Model"). No other data are handed over before the choice of the token, so no fence is needed until
-// then. The cache's new keys and values and the chosen token are read by the next launch, and a kernel sees
-// everything that the kernel before it in the stream wrote.
+// Data between blocks of a cluster are sent by asynchronous stores. Each of them counts at a barrier of the receiver,
+// which knows how many bytes come. A block sends the next layer's only after the stream's next value, which needs
+// addends of every block, so nothing is overwritten that is still being read.
+//
+// Data between clusters. There is no grid-wide barrier. Only the residual stream is shared by all: a 64-bit word for
+// each column is a sum in fixed point. Its lowest 8 bits count the addends. Integer addition has no rounding, so the
+// order of the addends does not change the result. The words of the next step are set to 0 in this one: there are two
+// sets. Each block of a cluster polls its share of the words until all addends are there, and sends it to the others.
+// The words are read and written by relaxed operations of GPU scope on 64 bits. Such operations on the same location are
+// morally strong and single-copy atomic, so sum and count never tear (PTX ISA, "Memory Consistency Model"). No other
+// data are handed over through global memory before the choice of the token, so no fence is needed until then. The
+// cache's new keys and values and the chosen token are read by the next launch, and a kernel sees everything that the
+// kernel before it in the stream wrote.
 //
 // No deadlock. A block waits only for phases before its own, each block works through the phases in the same order,
-// and all blocks are resident at the same time: the grid has one block per SM, and a cooperative launch fails
+// and all blocks are resident at the same time: the host asks how many clusters can be, and a cooperative launch fails
 // otherwise. A wait that lasts a few million polls ends the kernel with an error.
 
 #include "megakernel_plan.cuh"
@@ -38,15 +46,17 @@ struct Block {
     const Arguments& a;
     char* ring;
     Shared& s;
-    int thread, warp, lane, slot = 0, turn = 0, buffer = 0, phase = 0;  // phase: 5 a layer
-    u32 tag = 0;  // of the layer that is computed
+    int thread, warp, lane, cluster, rank, units, slot = 0, turn = 0, buffer = 0, phase = 0;  // phase: 5 a layer
+    int reads = 0;  // of the residual stream
+    bool has_head;
     int set = 0, at = 0;
-    int passes_on = 0;  // which of a lane's columns of the stream, as bits
     Item item;
     u64 best[BATCH] = {};  // logit and token of the likeliest so far, as a number that is larger for a likelier one
 
     __device__ Block(const Arguments& a, char* ring, Shared& s)
-        : a(a), ring(ring), s(s), thread(threadIdx.x), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+        : a(a), ring(ring), s(s), thread(threadIdx.x), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+          cluster(blockIdx.x / CLUSTER), rank(blockIdx.x % CLUSTER), units(a.units[cluster + 1] - a.units[cluster]),
+          has_head(cluster < KV_HEADS) {}
 
     __device__ void stamp(int mark) {
 #ifdef STAMPS
@@ -59,47 +69,43 @@ struct Block {
         for (u32 spin = 0; !passed(barrier, parity); spin++)
             if (spin > SPINS) __trap();
     }
-    // All lanes poll until each of the words of each lane is ready.
-    template <int N, class Fetch, class Ready>
-    __device__ void poll(u64 (&word)[N], Fetch fetch, Ready ready) {
-        for (u32 spin = 0;; spin++) {
-            bool all = true;
-            fetch();
-            UNROLLED for (int n = 0; n < N; n++) all &= ready(word[n]);
-            if (__all_sync(~0u, all)) return;
-            if (spin > SPINS) __trap();
-        }
+    __device__ u32 bytes_of(Message message) {
+        return message == STREAM  ? BATCH * HIDDEN * 2
+               : message == NEWEST ? BATCH * 4 * DIM * 2
+               : message == PARTS  ? BATCH * SPLITS * (DIM + 2) * 4
+                                   : BATCH * units * UNIT * 2;
     }
-    template <int N, class Where>
-    __device__ void poll_tagged(u64 (&word)[N], Where where) {
-        auto fetch = [&] {
-            UNROLLED for (int n = 0; n < N; n++) word[n] = load(where(n));
-        };
-        poll(word, fetch, [this](u64 w) { return (u32)(w >> 32) == tag; });
+    // All bytes of the message's next time are there; then the block expects those of the time after.
+    __device__ void receive(Message message, int parity) {
+        for (u32 spin = 0; !received(&s.sent[message], parity); spin++)
+            if (spin > SPINS) __trap();
+        if (thread == 0) expect(&s.sent[message], bytes_of(message));
     }
 
     __device__ void produce() {
         u64 policy = streamed();
-        const char* begins = a.weights;
-        int number = 0;
-        Deal deal;
-        for (int phase = 0; phase < PHASES; phase++) {
-            deal.next();
-            int tiles = tiles_of(phase), bytes = chunks_of(phase) * CHUNK;
-            const char* tile_at = begins + (u64)deal.first * bytes;
-            for (int tile = deal.first; tile < tiles; tile += gridDim.x, tile_at += (u64)gridDim.x * bytes)
-                for (const char* from = tile_at; from < tile_at + bytes; from += CHUNK) {
-                    await(&s.empty[slot], turn ^ 1);
-                    if (number >= WINDOW) {  // so many copies at a time
-                        int landed = slot - WINDOW;
-                        await(&s.full[landed < 0 ? landed + STAGES : landed], landed < 0 ? turn ^ 1 : turn);
-                    }
-                    number++;
-                    copy_chunk(ring + slot * CHUNK, from, &s.full[slot], policy);
-                    if (++slot == STAGES) slot = 0, turn ^= 1;
-                }
-            begins += (u64)tiles * bytes;
+        int each = (has_head ? ATTENTION_CHUNKS : 0) + units * UNIT_CHUNKS, number = 0;
+        u64 before = min(cluster, KV_HEADS) * ATTENTION_CHUNKS + a.units[cluster] * UNIT_CHUNKS;
+        u64 all = KV_HEADS * ATTENTION_CHUNKS + INTER / UNIT * UNIT_CHUNKS;
+        long long last = clock64();
+        auto copy = [&](u64 chunk) {
+            await(&s.empty[slot], turn ^ 1);
+            if (number >= WINDOW) {  // so many copies at a time
+                int landed = slot - WINDOW;
+                await(&s.full[landed < 0 ? landed + STAGES : landed], landed < 0 ? turn ^ 1 : turn);
+            }
+            number++;
+            copy_chunk(ring + slot * CHUNK, a.weights + chunk * CHUNK, &s.full[slot], policy);
+            if (++slot == STAGES) slot = 0, turn ^= 1;
+        };
+        u64 first = LAYERS * (CLUSTER * before + rank * each);
+        for (int i = 0; i < LAYERS * each; i++) {
+            while (clock64() - last < a.pace) {}
+            last = clock64();
+            copy(first + i);
         }
+        for (int tile = blockIdx.x; tile < VOCAB / 16; tile += gridDim.x)
+            for (int i = 0; i < ACROSS; i++) copy(LAYERS * CLUSTER * all + tile * ACROSS + i);
     }
 
     // This warp's operands of the next chunk.
@@ -111,16 +117,11 @@ struct Block {
         if (lane == 0) arrive(&s.empty[slot]);
         if (++slot == STAGES) slot = 0, turn ^= 1;
     }
-    // The warp's strip as operands: a column is a sequence, of which there are BATCH of 8.
-    template <int N>
-    __device__ void operands(u32 (&x)[N][2]) {
-        __syncwarp();
-        int sequence = lane / 4;
-        UNROLLED for (int n = 0; n < N; n++) {
-            uint2 four = {0, 0};
-            if (sequence < BATCH) four = *(const uint2*)&s.strip[warp][sequence][16 * n + 4 * (lane % 4)];
-            x[n][0] = four.x, x[n][1] = four.y;
-        }
+    // An operand: 16 columns, of which the lane has four. Each of 8 rows is a column of the product.
+    __device__ void operand(u32 (&x)[2], const bf16* row, int columns, bool there) {
+        uint2 four = {0, 0};
+        if (there) four = *(const uint2*)(row + columns + 4 * (lane % 4));
+        x[0] = four.x, x[1] = four.y;
     }
     __device__ void keep(int tile, const float (&sum)[4]) {
         if (lane % 4 * 2 < BATCH) {
@@ -129,15 +130,15 @@ struct Block {
             if (lane % 4 * 2 + 1 < BATCH) to[16] = sum[1], to[24] = sum[3];
         }
     }
-    // Tiles of 16 rows; this warp multiplies its columns of each chunk.
-    template <int CHUNKS>
-    __device__ void products(const u32 (&x)[PER * CHUNKS][2], int tiles) {
+    // Tiles of 16 rows; this warp multiplies its columns of each chunk. weights: of the first, which it has taken.
+    __device__ void products(const u32 (&x)[PER * ACROSS][2], uint4 (&weights)[PER], int tiles) {
         ROLLED for (int tile = 0; tile < tiles; tile++) {
             float sums[2][4] = {};  // two, so that a product need not wait for the one before it
-            UNROLLED for (int c = 0; c < CHUNKS; c++) {
-                uint4 weights[PER];
-                take(weights);
+            UNROLLED for (int c = 0; c < ACROSS; c++) {
+                uint4 next[PER];
+                if (c < ACROSS - 1 || tile < tiles - 1) take(next);
                 UNROLLED for (int i = 0; i < PER; i++) multiply(sums[i % 2], weights[i], x[c * PER + i]);
+                UNROLLED for (int i = 0; i < PER; i++) weights[i] = next[i];
             }
             UNROLLED for (int n = 0; n < 4; n++) sums[0][n] += sums[1][n];
             keep(tile, sums[0]);
@@ -162,69 +163,78 @@ struct Block {
     __device__ u64* stream(int n) {  // [BATCH, HIDDEN]; n = 0 is the embedding, and not stored
         return a.stream + ((u64)set * 2 * LAYERS + n - 1) * BATCH * HIDDEN;
     }
-    // The stream's n-th value as operands: a lane reads two columns of each chunk. It is divided by its length after
-    // the product, and the norm's weights are part of the matrix. squares: of the warp's columns.
-    __device__ void read_stream(int n, u32 (&x)[PER * ACROSS][2]) {
-        static_assert(COLUMNS == 64, "two of a lane");
-        constexpr int PAIRS = BATCH * ACROSS;
+    // Polls this block's share of the stream's n-th value, and sends it to the cluster. Lanes that differ by 8 have the
+    // same columns, and other receivers.
+    __device__ void share_stream(int n) {
+        constexpr int MINE = HIDDEN / CLUSTER / WARPS, ROUNDS = MINE / 16, PAIRS = BATCH * ROUNDS;
         u64 word[2 * PAIRS];
-        int mine = warp * COLUMNS + 2 * lane;
-        auto offset = [](int i) { return i / ACROSS * HIDDEN + i % ACROSS * CHUNK_COLUMNS; };
+        int column = (rank * WARPS + warp) * MINE + lane % 8 * 2;
+        auto offset = [](int i) { return i / ROUNDS * HIDDEN + i % ROUNDS * 16; };
         if (n == 0) {
             UNROLLED for (int i = 0; i < PAIRS; i++) {
-                u64 token = a.text[(u64)(i / ACROSS) * a.room + at];
-                u32 both = *(const u32*)(a.embedding + token * HIDDEN + i % ACROSS * CHUNK_COLUMNS + mine);
+                u64 token = a.text[(u64)(i / ROUNDS) * a.room + at];
+                u32 both = *(const u32*)(a.embedding + token * HIDDEN + i % ROUNDS * 16 + column);
                 word[2 * i] = fixed(low(both)), word[2 * i + 1] = fixed(high(both));
             }
         } else {
-            const u64* from = stream(n) + mine;
-            u32 addends = n % 2 ? KV_HEADS + 1 : 3;
-            auto fetch = [&] {
+            const u64* from = stream(n) + column;
+            u32 addends = (n % 2 ? KV_HEADS : gridDim.x / CLUSTER) + 1;
+            for (u32 spin = 0;; spin++) {
+                bool all = true;
                 UNROLLED for (int i = 0; i < PAIRS; i++) load_two(from + offset(i), word[2 * i], word[2 * i + 1]);
-            };
-            poll(word, fetch, [=](u64 w) { return ((u32)w & 255) == addends; });
+                UNROLLED for (int i = 0; i < 2 * PAIRS; i++) all &= ((u32)word[i] & 255) == addends;
+                if (__all_sync(~0u, all)) break;
+                if (spin > SPINS) __trap();
+            }
         }
-        has_input();
-        UNROLLED for (int i = 0; i < PAIRS; i++)
-            ((u32*)s.strip[warp][i / ACROSS])[i % ACROSS * 32 + lane] = pair(value(word[2 * i]), value(word[2 * i + 1]));
-        operands(x);
-        if (passes_on && n < 2 * LAYERS) {  // the stream's value is also the first addend of the next one
-            u64* to = stream(n + 1) + mine;
-            UNROLLED for (int i = 0; i < 2 * PAIRS; i++)
-                if (passes_on >> (i % (2 * ACROSS)) & 1) add(to + offset(i / 2) + i % 2, (word[i] & ~255ull) + 1);
+        UNROLLED for (int i = 0; i < PAIRS; i++) {
+            u32* to = (u32*)&s.stream[i / ROUNDS][i % ROUNDS * 16 + column];
+            u32 both = pair(value(word[2 * i]), value(word[2 * i + 1]));
+            for (int other = lane / 8; other < CLUSTER; other += 4) send(to, both, other, &s.sent[STREAM]);
         }
-        // The columns as a matrix of rows times themselves: its diagonal has the squares.
-        float squares[2][4] = {};
-        UNROLLED for (int k = 0; k < PER * ACROSS; k++) multiply(squares[k % 2], {x[k][0], 0, x[k][1], 0}, x[k]);
-        if (lane / 4 < BATCH && lane % 4 == lane / 8)
-            s.squares[buffer][warp][lane / 4] = lane / 4 % 2 ? squares[0][1] + squares[1][1] : squares[0][0] + squares[1][0];
+        // One cluster makes the stream's value also the first addend of the next one.
+        if (n < 2 * LAYERS && warp % KV_HEADS == cluster && lane < 8) {
+            u64* to = stream(n + 1) + column;
+            UNROLLED for (int i = 0; i < 2 * PAIRS; i++) add(to + offset(i / 2) + i % 2, (word[i] & ~255ull) + 1);
+        }
     }
 
     // qkv, gate_up and head, which are alike but for what becomes of a row: one piece of code, for the instruction cache.
-    __device__ void normed_rows(int n, int first) {
-        int layer = n / 2, all = tiles_of(2 * n);
+    // The stream is divided by its length after the product, and the norm's weights are part of the matrix.
+    __device__ void normed_rows(int n, int tiles, int first, int apart) {
+        share_stream(n);
+        uint4 weights[PER];
+        take(weights);
+        receive(STREAM, reads++ % 2);
+        has_input();
         u32 x[PER * ACROSS][2];
-        read_stream(n, x);
-        for (int tile = first; tile < all;) {
-            int now = min(TILES, (all - tile + (int)gridDim.x - 1) / (int)gridDim.x);
-            products<ACROSS>(x, now);
-            finish(now, [&](int t, int sequence, int row, bool mine, float y, float squares) {
-                row += (tile + t * gridDim.x) * 16;
+        UNROLLED for (int i = 0; i < PER * ACROSS; i++)
+            operand(x[i], s.stream[lane / 4 % BATCH], i / PER * 512 + warp * COLUMNS + i % PER * 16, lane / 4 < BATCH);
+        // The columns as a matrix of rows times themselves: its diagonal has the squares.
+        float squares[2][4] = {};
+        UNROLLED for (int i = 0; i < PER * ACROSS; i++) multiply(squares[i % 2], {x[i][0], 0, x[i][1], 0}, x[i]);
+        float square = lane / 4 % 2 ? squares[0][1] + squares[1][1] : squares[0][0] + squares[1][0];
+        for (int done = 0; done < tiles; done += TILES) {
+            int now = min(TILES, tiles - done);
+            if (done) take(weights);
+            products(x, weights, now);
+            if (lane / 4 < BATCH && lane % 4 == lane / 8) s.squares[buffer][warp][lane / 4] = square;
+            finish(now, [&](int tile, int sequence, int row, bool mine, float y, float squares) {
                 y *= rsqrtf(squares / HIDDEN + a.eps);
-                float next = __shfl_xor_sync(~0u, y, 4);  // the next row's; of rows of gate it is up
+                float next = __shfl_xor_sync(~0u, y, 4);  // of the row above or below; of rows of gate it is up
+                float even = row % 2 ? next : y, odd = row % 2 ? y : next;
+                row += (first + (done + tile) * apart) * 16;
                 if (n == 2 * LAYERS) {
                     choose(row, sequence, y, mine);
                 } else if (n % 2 == 0) {
-                    u64* to = a.qkv + ((u64)layer % 2 * BATCH + sequence) * (QKV / 2);
-                    if (mine && row % 2 == 0) store(to + row / 2, tag, pair(y, next));
+                    if (lane % 8 < CLUSTER)
+                        send(&s.newest[sequence][0][row / 2], pair(even, odd), lane % 8, &s.sent[NEWEST]);
                 } else {
-                    float gated = y / (1 + __expf(-y)) * next, another = __shfl_xor_sync(~0u, gated, 8);
-                    u64* to = a.act + ((u64)layer % 2 * BATCH + sequence) * (INTER / 2);
-                    if (mine && row % 4 == 0) store(to + row / 4, tag, pair(gated, another));
+                    float gated = even / (1 + __expf(-even)) * odd, another = __shfl_xor_sync(~0u, gated, 8);
+                    if (lane % 16 < CLUSTER)
+                        send(&s.act[sequence][row / 4 * 2], pair(gated, another), lane % 16, &s.sent[ACT]);
                 }
             });
-            tile += now * gridDim.x;
-            if (lane < BATCH) s.squares[buffer][warp][lane] = s.squares[buffer ^ 1][warp][lane];  // for more of them
         }
     }
     __device__ void choose(u32 token, int sequence, float logit, bool mine) {
@@ -234,20 +244,18 @@ struct Block {
             if (b == sequence) best[b] = max(best[b], (u64)ordered << 32 | (0xffffffffu - token));
     }
 
+
     // RMSNorm and rotary embedding of one head of the new token, or just its value; lane: columns 2 * lane and 64 on.
-    __device__ void new_head(int layer, int sequence, int head, int which, bf16* keep_at) {
-        u64 word[2];
-        int from = which < 2 ? 2 * head + which : HEADS + (which - 2) * KV_HEADS + head;
+    __device__ void new_head(int layer, int which, bf16* keep_at) {
         float weight[4], cosine[4], sine[4];
         UNROLLED for (int n = 0; n < 4; n++) {  // before it waits
             int d = 2 * lane + n % 2 + n / 2 * 64;
             weight[n] = wide(a.head_norms[(layer * 2 + which / 2 % 2) * DIM + d]);
             cosine[n] = wide(a.rope[(u64)at * 2 * DIM + d]), sine[n] = wide(a.rope[(u64)at * 2 * DIM + DIM + d]);
         }
-        poll_tagged(word, [&](int n) {
-            return a.qkv + (((u64)layer % 2 * BATCH + sequence) * (HEADS + 2 * KV_HEADS) + from) * (DIM / 2) + lane + 32 * n;
-        });
-        float v[4] = {low(word[0]), high(word[0]), low(word[1]), high(word[1])};
+        receive(NEWEST, layer % 2);
+        u32 first = s.newest[item.sequence][which][lane], second = s.newest[item.sequence][which][lane + 32];
+        float v[4] = {low(first), high(first), low(second), high(second)};
         if (which < 3) {
             float scale = rsqrtf(total<1, 16>(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / DIM + a.eps);
             UNROLLED for (int n = 0; n < 4; n++) v[n] *= scale * weight[n];
@@ -285,7 +293,7 @@ struct Block {
         if (warp < full) fetch(warp);  // older tokens, which need not wait
         if (warp < 4) {
             bf16* keep_at = !item.newest || warp < 2 ? nullptr : (warp == 2 ? keys : values) + (u64)at * DIM;
-            new_head(layer, item.sequence, item.head, warp, keep_at);
+            new_head(layer, warp, keep_at);
         }
         block_barrier();
         has_input();
@@ -335,82 +343,89 @@ struct Block {
             if (lane == 0) s.peak[warp][0] = peak[0], s.peak[warp][1] = peak[1], s.sum[warp][0] = sum[0], s.sum[warp][1] = sum[1];
         }
         block_barrier();
-        if (thread >= DIM) return;
-        int h = thread / 64, active = min(WARPS, tiles);
+        int at = thread % DIM, h = at / 64, active = min(WARPS, tiles);
         float higher = -1e30f, all = 0;
         float2 y = {0, 0};
         ROLLED for (int w = 0; w < active; w++) higher = fmaxf(higher, s.peak[w][h]);
         ROLLED for (int w = 0; w < active; w++) {
             float weight = exp2f(s.peak[w][h] - higher);
-            float2 more = *(const float2*)&s.attended[w][h][thread % 64 * 2];
+            float2 more = *(const float2*)&s.attended[w][h][at % 64 * 2];
             all += weight * s.sum[w][h], y.x += weight * more.x, y.y += weight * more.y;
         }
-        float over = all > 0 ? 1 / all : 0;
-        u64* to = part(layer, item.sequence, item.head, item.split);
-        store(to + thread, tag, pair(y.x * over, y.y * over));
-        if (thread % 64 == 0) store(to + DIM + h, tag, __float_as_uint(all > 0 ? higher + log2f(all) : -1e30f));
-    }
-    __device__ u64* part(int layer, int sequence, int head, int split) {
-        return a.parts + ((((u64)(layer % 2) * BATCH + sequence) * KV_HEADS + head) * a.splits + split) * PART;
+        float over = all > 0 ? 1 / all : 0, counts = all > 0 ? higher + log2f(all) : -1e30f;
+        for (int other = thread / DIM; other < CLUSTER; other += THREADS / DIM) {
+            send(&s.parts[rank][at], pair(y.x * over, y.y * over), other, &s.sent[PARTS]);
+            if (at % 64 == 0) send(&s.parts[rank][DIM + h], __float_as_uint(counts), other, &s.sent[PARTS]);
+        }
     }
 
-    // The warp combines the splits of its columns, the lane two columns of every second split; then it multiplies them.
-    __device__ void o(int layer, int tile) {
-        constexpr int MINE = 2 * DIM / WARPS, APART = 64 / MINE, SPLITS = 16;  // columns; splits that lanes share
-        static_assert(MINE == 32 && PER == 4, "the warp has two operands of two tiles in each chunk");
-        int head = tile / (HIDDEN / 64), h = warp * MINE / DIM;
-        UNROLLED for (int b = 0; b < BATCH; b++) {
-            u64 word[SPLITS / APART + 1];
-            const u64* parts = part(layer, b, head, 0);
-            int pair_at = warp * MINE / 2 + lane % (MINE / 2), first = lane / (MINE / 2);
-            poll_tagged(word, [&](int n) {
-                int split = n < SPLITS / APART ? first + n * APART : lane % SPLITS;
-                return parts + min(split, a.splits - 1) * PART + (n < SPLITS / APART ? pair_at : DIM + h);
-            });
-            float weight = lane % SPLITS < a.splits ? __uint_as_float((u32)word[SPLITS / APART]) : -1e30f, higher = weight;
-            UNROLLED for (int bit = 1; bit < SPLITS; bit *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, bit));
-            weight = exp2f(weight - higher);
-            weight /= total<1, SPLITS / 2>(weight);
-            float y[2] = {};
-            UNROLLED for (int n = 0; n < SPLITS / APART; n++) {
-                float of_split = __shfl_sync(~0u, weight, first + n * APART);
-                y[0] += of_split * low((u32)word[n]), y[1] += of_split * high((u32)word[n]);
+    // Rows of o and down are a warp's own: 16 of each 128. add_row(sequence, row, sum).
+    __device__ u64* row_at(u64* stream, int down, int sequence) {
+        return stream + sequence * HIDDEN + ((rank * DOWN + down) * WARPS + warp) * 16 + lane / 4;
+    }
+    // Each split is a column of the product. The columns of a sequence are weighted and added up afterwards.
+    __device__ void o(int layer) {
+        uint4 weights[PER];
+        take(weights);
+        receive(PARTS, layer % 2);
+        has_input();
+        float share[2][2];  // of a head and one of the lane's two columns
+        UNROLLED for (int n = 0; n < 4; n++) {
+            int h = n / 2, mine = min(2 * (lane % 4) + n % 2, BATCH * SPLITS - 1), first = mine / SPLITS * SPLITS;
+            float higher = -1e30f, all = 0;
+            UNROLLED for (int i = 0; i < SPLITS; i++) higher = fmaxf(higher, __uint_as_float(s.parts[first + i][DIM + h]));
+            UNROLLED for (int i = 0; i < SPLITS; i++) all += exp2f(__uint_as_float(s.parts[first + i][DIM + h]) - higher);
+            share[h][n % 2] = exp2f(__uint_as_float(s.parts[mine][DIM + h]) - higher) / all;
+        }
+        constexpr int ACROSS_HEADS = 2 * DIM / UNIT;
+        ROLLED for (int down = 0; down < DOWN; down++) {
+            float sums[2][4] = {};
+            UNROLLED for (int c = 0; c < ACROSS_HEADS; c++) {
+                uint4 next[PER];
+                if (c < ACROSS_HEADS - 1 || down < DOWN - 1) take(next);
+                UNROLLED for (int i = 0; i < PER; i++) {
+                    u32 x[2];
+                    operand(x, (const bf16*)s.parts[lane / 4 % CLUSTER], c * UNIT + 16 * i, lane / 4 < BATCH * SPLITS);
+                    multiply(sums[c / (ACROSS_HEADS / 2)], weights[i], x);
+                }
+                UNROLLED for (int i = 0; i < PER; i++) weights[i] = next[i];
             }
-            y[0] = total<MINE / 2, 16>(y[0]), y[1] = total<MINE / 2, 16>(y[1]);
-            if (first == 0) ((u32*)s.strip[warp][b])[lane] = pair(y[0], y[1]);
+            UNROLLED for (int row = 0; row < 2; row++) {
+                float y[2];
+                UNROLLED for (int n = 0; n < 2; n++) y[n] = share[0][n] * sums[0][2 * row + n] + share[1][n] * sums[1][2 * row + n];
+                if (SPLITS > 1) y[0] = total<1, SPLITS / 4>(y[0] + y[1]);
+                UNROLLED for (int n = 0; n < (SPLITS > 1 ? 1 : 2); n++) {
+                    int column = 2 * (lane % 4) + n;
+                    if (column % SPLITS == 0 && column / SPLITS < BATCH)
+                        add(row_at(stream(2 * layer + 1), down, column / SPLITS) + 8 * row, fixed(y[n]));
+                }
+            }
         }
-        has_input();
-        u32 x[2][2];
-        operands(x);
-        float sums[4][4] = {};
-        UNROLLED for (int c = 0; c < 2; c++) {
-            uint4 weights[PER];
-            take(weights);
-            UNROLLED for (int i = 0; i < PER; i++) multiply(sums[2 * c + i % 2], weights[i], x[i / 2]);
-        }
-        UNROLLED for (int n = 0; n < 4; n++) keep(n, sums[n]);
-        finish(4, [&](int n, int sequence, int row, bool mine, float y, float) {
-            if (mine) add(stream(2 * layer + 1) + sequence * HIDDEN + tile % (HIDDEN / 64) * 64 + n * 16 + row, fixed(y));
-        });
     }
 
-    __device__ void down(int layer, int tile) {
-        int half = tile / (HIDDEN / 16);
-        constexpr int PAIRS = COLUMNS / 2, WORDS = PAIRS * HALF, EACH = (WORDS * BATCH + 31) / 32;
-        u64 word[EACH];
-        poll_tagged(word, [&](int n) {
-            int i = min(lane + 32 * n, WORDS * BATCH - 1), b = i / WORDS, c = half * HALF + i % WORDS / PAIRS;
-            return a.act + ((u64)layer % 2 * BATCH + b) * (INTER / 2) + c * (CHUNK_COLUMNS / 2) + warp * PAIRS + i % PAIRS;
-        });
+    __device__ void down(int layer) {
+        uint4 weights[PER];
+        take(weights);
+        receive(ACT, layer % 2);
         has_input();
-        UNROLLED for (int n = 0; n < EACH; n++)
-            if (int i = lane + 32 * n; i < WORDS * BATCH) ((u32*)s.strip[warp][i / WORDS])[i % WORDS] = (u32)word[n];
-        u32 x[PER * HALF][2];
-        operands(x);
-        products<HALF>(x, 1);
-        finish(1, [&](int, int sequence, int row, bool mine, float y, float) {
-            if (mine) add(stream(2 * layer + 2) + sequence * HIDDEN + tile % (HIDDEN / 16) * 16 + row, fixed(y));
-        });
+        for (int down = 0; down < DOWN; down++) {
+            float sums[2][4] = {};
+            ROLLED for (int unit = 0; unit < units; unit++) {
+                uint4 next[PER];
+                if (unit < units - 1 || down < DOWN - 1) take(next);
+                UNROLLED for (int i = 0; i < PER; i++) {
+                    u32 x[2];
+                    operand(x, s.act[lane / 4 % BATCH], unit * UNIT + 16 * i, lane / 4 < BATCH);
+                    multiply(sums[i % 2], weights[i], x);
+                }
+                UNROLLED for (int i = 0; i < PER; i++) weights[i] = next[i];
+            }
+            UNROLLED for (int n = 0; n < 4; n++) {
+                int sequence = 2 * (lane % 4) + n % 2;
+                if (sequence < BATCH)
+                    add(row_at(stream(2 * layer + 2), down, sequence) + n / 2 * 8, fixed(sums[0][n] + sums[1][n]));
+            }
+        }
     }
 
     __device__ void consume() {
@@ -420,30 +435,25 @@ struct Block {
         constexpr u64 words = 2ull * LAYERS * BATCH * HIDDEN;
         for (u64 i = blockIdx.x * THREADS + thread; i < words; i += gridDim.x * THREADS) a.stream[(set ^ 1) * words + i] = 0;
         if (blockIdx.x < LAYERS && thread < 4) prefetch(a.head_norms + blockIdx.x * 2 * DIM + thread * 64);
-        item.choose(a, blockIdx.x, at);
+        item.choose(a, cluster, rank, at);
         prefetch_cache(0);
-        int each = (HIDDEN + gridDim.x - 1) / gridDim.x;
-        for (int i = 0; i < 2 * ACROSS; i++)
-            passes_on |= ((i / 2 * CHUNK_COLUMNS + warp * COLUMNS + 2 * lane + i % 2) / each == blockIdx.x) << i;
-        Deal deal;
-        for (int n = 0;; n++) {
-            int layer = n / 2;
-            tag = (u32)(step * LAYERS) + layer + 1;
-            deal.next(), begins(), normed_rows(n, deal.first), phase++;
-            if (n == 2 * LAYERS) break;
-            if (n % 2 == 0) {
-                begins();
+        for (int layer = 0; layer < LAYERS; layer++) {
+            if (has_head) {
+                phase = 5 * layer;
+                begins(), normed_rows(2 * layer, QKV_TILES, rank * QKV_TILES, 1);
+                phase++, begins();
                 if (item.there) attend(layer);
-                phase++;
-                deal.next(), begins();
-                for (int tile = deal.first; tile < tiles_of(1); tile += gridDim.x) o(layer, tile);
+                else receive(NEWEST, layer % 2);
+                phase++, begins(), o(layer);
                 prefetch_cache(layer + 1);
-            } else {
-                deal.next(), begins();
-                for (int tile = deal.first; tile < tiles_of(3); tile += gridDim.x) down(layer, tile);
             }
-            phase++;
+            phase = 5 * layer + 3;
+            begins(), normed_rows(2 * layer + 1, units * UNIT_TILES, rank * units * UNIT_TILES, 1);
+            phase++, begins(), down(layer);
         }
+        phase++, begins();
+        normed_rows(2 * LAYERS, (VOCAB / 16 - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, blockIdx.x, gridDim.x);
+        phase++;
         begins();
         UNROLLED for (int b = 0; b < BATCH; b++) {
             for (int bit = 1; bit < 32; bit *= 2) best[b] = max(best[b], __shfl_xor_sync(~0u, best[b], bit));
@@ -468,9 +478,13 @@ struct Block {
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const __grid_constant__ Arguments arguments) {
     char* ring = shared_memory();
     Shared& s = *(Shared*)(ring + STAGES * CHUNK);
-    if (threadIdx.x < STAGES) barrier_init(&s.full[threadIdx.x], 1), barrier_init(&s.empty[threadIdx.x], WARPS);
-    __syncthreads();
     Block block(arguments, ring, s);
+    if (threadIdx.x < STAGES) barrier_init(&s.full[threadIdx.x], 1), barrier_init(&s.empty[threadIdx.x], WARPS);
+    if (threadIdx.x < MESSAGES) {
+        barrier_init(&s.sent[threadIdx.x], 1);
+        expect(&s.sent[threadIdx.x], block.bytes_of((Message)threadIdx.x));
+    }
+    cluster_barrier();
     if (threadIdx.x < THREADS) block.consume();
     else if (threadIdx.x == THREADS) block.produce();
 }

@@ -6,6 +6,7 @@ them, and the buffers are made in which its blocks hand data to each other.
 
 import ctypes
 import functools
+import itertools
 import struct
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from tracereader.command import BadInput
 SOURCE = Path(__file__).with_name("megakernel.cu")
 HEADERS = [SOURCE.with_name(name) for name in ("megakernel_plan.cuh", "megakernel_ptx.cuh")]
 CHUNK, HEAD_DIM, THREADS = 16384, 128, 288
-BATCH, SPLITS = 4, 16  # at most
+BATCH = 4  # at most
 STAGES, FEWEST_STAGES = 10, 4  # slots of the ring
+UNIT = 64  # columns between gate_up and down, the least that a cluster of blocks computes
 PHASES = ("qkv", "attend", "o", "gate_up", "down")
 SHOWN_EVERY = 33  # of the blocks, so that a trace stays small
+PACE = 115  # percent of the time that the memory takes by its data sheet
 WINDOW = 2  # chunks on their way at a time: with more, other reads wait longer behind them
 
 
@@ -32,7 +35,7 @@ def unfit(config, batch: int) -> str | None:
         (config.head_dim != HEAD_DIM, "needs heads of 128 columns"),
         (sizes[0] != 2 * sizes[1], "needs two query heads to a key-value head"),
         (config.hidden_size % 512, "needs a hidden size that 512 divides"),
-        (config.intermediate_size % 1024, "needs an intermediate size that 1024 divides"),
+        (config.intermediate_size % UNIT, "needs an intermediate size that 64 divides"),
         (config.vocab_size % 16, "needs a vocabulary size that 16 divides"),
     ):  # fmt: skip
         if wrong:
@@ -40,48 +43,76 @@ def unfit(config, batch: int) -> str | None:
     return None
 
 
-def packed(weight: torch.Tensor, splits: int = 1) -> torch.Tensor:
-    """A matrix [rows, columns] in the kernel's order, flat: tile after tile of 16 rows, and of one of the splits.
+def cluster_size(config) -> int:
+    """Blocks of a cluster: each has a multiple of 128 rows of the output and down projections."""
+    return next(size for size in (8, 4, 2, 1) if config.hidden_size % (128 * size) == 0)
+
+
+def shares(config, clusters: int) -> list[int]:
+    """How many units of the MLP each cluster computes, so that all read about as many weights; one at least."""
+    size, hidden = cluster_size(config), config.hidden_size
+    tall, wide = hidden // size // 128, hidden // 512  # chunks
+    attention = 4 * HEAD_DIM // 16 // size * wide + tall * 2 * HEAD_DIM // UNIT
+    unit = UNIT // 8 // size * wide + tall
+    chunks = [attention + unit] * config.num_key_value_heads + [unit] * (clusters - config.num_key_value_heads)
+    units = [1] * clusters
+    for _ in range(config.intermediate_size // UNIT - clusters):
+        least = chunks.index(min(chunks))
+        units[least] += 1
+        chunks[least] += unit
+    return units
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix [rows, columns] in the kernel's order, flat: tile after tile of 16 rows.
 
     A tile is chunks of 512 columns, and a chunk is 32 operands of mma.m16n8k16 of 16 columns each. Of an operand each
     of 32 lanes (group, four) holds 8 numbers: rows group and group + 8 of the columns 4 * four to 4 * four + 3.
     """
     rows, columns = weight.shape
-    parts = weight.reshape(rows // 16, 2, 8, splits, columns // splits // 512, 32, 4, 2, 2)
-    return parts.permute(3, 0, 4, 5, 2, 6, 7, 1, 8).flatten()
+    parts = weight.reshape(rows // 16, 2, 8, columns // 512, 32, 4, 2, 2)
+    return parts.permute(0, 3, 4, 2, 5, 6, 1, 7).flatten()
 
 
-def packed_by_head(weight: torch.Tensor) -> torch.Tensor:
-    """The output projection [rows, heads * 128] likewise: a tile is 64 rows and the 256 columns of one kv head.
-
-    Its two chunks are 32 rows each: 16 times two operands.
-    """
+def packed_by_warp(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix of which each warp multiplies 16 whole rows: a chunk is 128 rows of 64 columns, 4 operands for each warp."""
     rows, columns = weight.shape
-    parts = weight.reshape(rows // 64, 2, 2, 2, 8, columns // 256, 16, 4, 2, 2)
-    return parts.permute(5, 0, 1, 6, 2, 4, 7, 8, 3, 9).flatten()
+    parts = weight.reshape(rows // 128, 8, 2, 8, columns // 64, 4, 4, 2, 2)
+    return parts.permute(0, 4, 1, 5, 3, 6, 7, 2, 8).flatten()
 
 
-def layer_weights(layer) -> list[torch.Tensor]:
-    """The matrices of one layer in the order in which the kernel reads them, the norms' weights multiplied in."""
-    attention, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-    qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    gate_up = torch.stack([mlp.gate_proj.weight, mlp.up_proj.weight], dim=1).flatten(0, 1)
-    return [
-        packed(qkv * layer.input_layernorm.weight), packed_by_head(attention.o_proj.weight),
-        packed(gate_up * norm.weight), packed(mlp.down_proj.weight, splits=2),
-    ]  # fmt: skip
+def layer_weights(layer, size: int, units: list[int]) -> list[torch.Tensor]:
+    """The matrices of one layer for each cluster, the norms' weights multiplied in: [blocks, numbers] in their order."""
+    attention, mlp = layer.self_attn, layer.mlp
+    query, key, value = (
+        one.weight * layer.input_layernorm.weight for one in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    norm = layer.post_attention_layernorm.weight
+    gate_up = torch.stack([mlp.gate_proj.weight * norm, mlp.up_proj.weight * norm], dim=1)
+    clusters, first = [], 0
+    for number, count in enumerate(units):
+        parts = []
+        if number < key.shape[0] // HEAD_DIM:
+            one, two = (slice(number * n * HEAD_DIM, (number + 1) * n * HEAD_DIM) for n in (1, 2))
+            parts += [packed(torch.cat([query[two], key[one], value[one]])), packed_by_warp(attention.o_proj.weight[:, two])]
+        mine = slice(first, first + count * UNIT)
+        parts += [packed(gate_up[mine].flatten(0, 1)), packed_by_warp(mlp.down_proj.weight[:, mine])]
+        clusters.append(torch.cat([part.reshape(size, -1) for part in parts], dim=1))
+        first = mine.stop
+    return clusters
 
 
-def shared_bytes(stages: int, batch: int, config) -> int:
-    """Shared memory of a block, as the kernel's struct Shared has it behind the ring."""
-    warps, strip = 8, max(config.hidden_size // 512, config.intermediate_size // 1024) * 64 + 8
-    floats = 2 * warps * (64 * batch + 8) + 2 * warps * batch
+def shared_bytes(stages: int, batch: int, config, most: int) -> int:
+    """Shared memory of a block, as the kernel's struct Shared has it behind the ring. most: units of a cluster."""
+    warps, tiles = 8, 8 if batch == 1 else 4
+    floats = 2 * warps * (tiles * 16 * batch + 8) + 2 * warps * batch
     in_front = -(-4 * floats // 16) * 16 + 4 * HEAD_DIM * 2 + 4 * (warps * 2 * HEAD_DIM + 2 * warps * 2)
-    return stages * CHUNK + -(-in_front // 16) * 16 + warps * batch * strip * 2 + 2 * stages * 8
+    sent = 2 * batch * (config.hidden_size + 16 + 4 * HEAD_DIM + most * UNIT + 16) + 4 * cluster_size(config) * (HEAD_DIM + 8)
+    return stages * CHUNK + -(-in_front // 16) * 16 + -(-(sent + 8 * (2 * stages + 4)) // 16) * 16
 
 
-def most_stages(room: int, batch: int, config) -> int:
-    return min(STAGES, next((n for n in range(STAGES, 0, -1) if shared_bytes(n, batch, config) <= room), 0))
+def most_stages(room: int, batch: int, config, most: int) -> int:
+    return next((n for n in range(STAGES, 0, -1) if shared_bytes(n, batch, config, most) <= room), 0)
 
 
 def _done(result):
@@ -92,13 +123,14 @@ def _done(result):
     return values[0] if values else None
 
 
-def compiled(architecture: str, defines: dict) -> bytes:
-    """The kernel's machine code, compiled by the NVRTC that comes with torch. Raises BadInput where it is missing."""
+def compiled(architecture: str, defines: dict, source: bytes | None = None) -> bytes:
+    """The machine code of the kernel, or of `source`, compiled by torch's NVRTC. Raises BadInput where that is missing."""
     try:
         from cuda.bindings import nvrtc
 
         texts, names = [one.read_bytes() for one in HEADERS], [one.name.encode() for one in HEADERS]
-        program = _done(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), len(texts), texts, names))
+        source = source or SOURCE.read_bytes()
+        program = _done(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), len(texts), texts, names))
     except (ImportError, RuntimeError) as problem:
         said = str(problem).splitlines()[0]
         raise BadInput(f"--persistent compiles its kernel with NVRTC, and cuda.bindings finds none ({said})") from None
@@ -117,15 +149,14 @@ def compiled(architecture: str, defines: dict) -> bytes:
     return code
 
 
-def prepared(model, cache, text, position, blocks: int):
+def prepared(model, cache, text, position, clusters: int, pace: int = 0):
     """What the kernel is given: its arguments as bytes, all tensors that they point to, and its sizes as defines."""
     config, batch, device = model.config, text.shape[0], text.device
     layers, kept, hidden = model.model.layers, cache.layers, config.hidden_size
-    heads, kv_heads, inside = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
-    splits = min(SPLITS, blocks // (batch * kv_heads))
-    weights = [one for layer in layers for one in layer_weights(layer)] + [
-        packed(model.lm_head.weight * model.model.norm.weight)
-    ]
+    size, units = cluster_size(config), shares(config, clusters)
+    of_layers = zip(*(layer_weights(layer, size, units) for layer in layers), strict=True)
+    weights = [torch.stack(of_cluster, dim=1).flatten() for of_cluster in of_layers]
+    weights.append(packed(model.lm_head.weight * model.model.norm.weight))
     head_norms = [one.weight for layer in layers for one in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
     everywhere = torch.arange(kept[0].max_cache_len, device=device)[None]
     angles = model.model.rotary_emb(torch.empty(0, device=device, dtype=model.dtype), everywhere)
@@ -139,20 +170,73 @@ def prepared(model, cache, text, position, blocks: int):
         "embedding": model.model.embed_tokens.weight, "text": text, "position": position,
         "logits": torch.empty(batch, config.vocab_size, device=device, dtype=model.dtype),
         "stream": words(2, 2 * len(layers), batch, hidden),
-        "qkv": words(2, batch, (heads + 2 * kv_heads) * HEAD_DIM // 2),
-        "act": words(2, batch, inside // 2),
-        "parts": words(2, batch, kv_heads, splits, HEAD_DIM + 2),
-        "state": words(2 + batch), "stamps": words(blocks, 10 * len(layers) + 3),
+        "state": words(2 + batch), "stamps": words(clusters * size, 10 * len(layers) + 3),
+        "units": torch.tensor([0, *itertools.accumulate(units)], device=device, dtype=torch.int32),
     }  # fmt: skip
     caches = [pointer for one in kept for pointer in (one.keys.data_ptr(), one.values.data_ptr())]
-    numbers = (text.stride(0), kept[0].max_cache_len, splits, config.rms_norm_eps, layers[0].self_attn.scaling)
+    numbers = (text.stride(0), kept[0].max_cache_len, pace, config.rms_norm_eps, layers[0].self_attn.scaling)
     pointers = [tensor.data_ptr() for tensor in tensors.values()]
     arguments = struct.pack(f"{len(pointers)}Q3i2f4x{len(caches)}Q", *pointers, *numbers, *caches)  # struct Arguments
     sizes = {
-        "HIDDEN": hidden, "INTER": inside, "HEADS": heads, "KV_HEADS": kv_heads, "LAYERS": len(layers),
-        "VOCAB": config.vocab_size, "BATCH": batch,
+        "HIDDEN": hidden, "INTER": config.intermediate_size, "HEADS": config.num_attention_heads,
+        "KV_HEADS": config.num_key_value_heads, "LAYERS": len(layers), "VOCAB": config.vocab_size, "BATCH": batch,
+        "CLUSTER": size, "MOST": max(units),
     }  # fmt: skip
     return arguments, tensors, sizes
+
+
+def loaded(code: bytes, name: bytes, shared: int):
+    """The module and its kernel of that name, which may have so much shared memory."""
+    from cuda.bindings import driver
+
+    module = _done(driver.cuModuleLoadData(code))
+    kernel = _done(driver.cuModuleGetFunction(module, name))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _done(driver.cuFuncSetAttribute(kernel, limit, shared))
+    return module, kernel
+
+
+def launch_of(blocks: int, cluster: int, shared: int):
+    """The configuration of a launch of all blocks at the same time, in clusters."""
+    from cuda.bindings import driver
+
+    together, clustered = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    together.value.cooperative = 1
+    clustered.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    clustered.value.clusterDim.x, clustered.value.clusterDim.y, clustered.value.clusterDim.z = cluster, 1, 1
+    launch = driver.CUlaunchConfig()
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
+    launch.blockDimX, launch.blockDimY, launch.blockDimZ = THREADS, 1, 1
+    launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [together, clustered], 2
+    return launch
+
+
+def resident_clusters(architecture: str, size: int, shared: int) -> int:
+    """How many clusters of so many blocks the GPU runs at the same time. A cluster is within a group of its SMs."""
+    from cuda.bindings import driver
+
+    code = compiled(architecture, {}, b'extern "C" __global__ void empty() {}')
+    module, kernel = loaded(code, b"empty", shared)
+    count = _done(driver.cuOccupancyMaxActiveClusters(kernel, launch_of(size, size, shared)))
+    _done(driver.cuModuleUnload(module))
+    return count
+
+
+def pace(blocks: int, device) -> int:
+    """Clock cycles in which the memory can send each block a chunk, by its clock and width."""
+    from cuda.bindings import driver
+
+    of = driver.CUdevice_attribute
+    clock, memory, width = (
+        _done(driver.cuDeviceGetAttribute(one, device.index or 0))
+        for one in (
+            of.CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
+            of.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+            of.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+        )
+    )
+    return round(PACE / 100 * blocks * CHUNK * clock / (2 * memory * width / 8))
 
 
 def decoding(model, cache, text, position, inside: bool = False, stages: int | None = None, **defines):
@@ -164,38 +248,31 @@ def decoding(model, cache, text, position, inside: bool = False, stages: int | N
     """
     config, batch, device = model.config, text.shape[0], text.device
     properties = torch.cuda.get_device_properties(device)
-    blocks = properties.multi_processor_count
-    stages = stages or most_stages(properties.shared_memory_per_block_optin, batch, config)
     for wrong, why in (
         (unfit(config, batch), unfit(config, batch)),
         (properties.major < 9 or torch.version.hip, f"needs compute capability 9.0 or newer: not {properties.name}"),
-        (stages < FEWEST_STAGES, f"needs more shared memory than {properties.name} has"),
-        (blocks < batch * config.num_key_value_heads, f"needs more multiprocessors than {properties.name} has"),
-    ):  # fmt: skip
+    ):
         if wrong:
             raise BadInput(f"--persistent {why}")
-    shared = shared_bytes(stages, batch, config)
-    arguments, tensors, sizes = prepared(model, cache, text, position, blocks)
+    architecture, room = f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin
+    size = cluster_size(config)
+    clusters = min(resident_clusters(architecture, size, room), config.intermediate_size // UNIT)
+    if clusters < config.num_key_value_heads:
+        raise BadInput(f"--persistent needs more multiprocessors than {properties.name} has")
+    most = max(shares(config, clusters))
+    stages = stages or most_stages(room, batch, config, most)
+    if stages < FEWEST_STAGES:
+        raise BadInput(f"--persistent needs more shared memory than {properties.name} has")
+    shared, blocks = shared_bytes(stages, batch, config, most), clusters * size
+    arguments, tensors, sizes = prepared(model, cache, text, position, clusters, pace(blocks, device))
     sizes |= {"STAGES": stages, "WINDOW": WINDOW, "SHARED": shared}
     sizes |= {"STAMPS": 1} if inside else {}
-    code = compiled(f"sm_{properties.major}{properties.minor}", sizes | defines)
-
-    from cuda.bindings import driver
-
-    module = _done(driver.cuModuleLoadData(code))
-    kernel = _done(driver.cuModuleGetFunction(module, b"decode_step"))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _done(driver.cuFuncSetAttribute(kernel, limit, shared))
+    module, kernel = loaded(compiled(architecture, sizes | defines), b"decode_step", shared)
     passed = ctypes.create_string_buffer(arguments, len(arguments))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(passed))
+    launch = launch_of(blocks, size, shared)
 
-    together = driver.CUlaunchAttribute()
-    together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    together.value.cooperative = 1
-    launch = driver.CUlaunchConfig()
-    launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
-    launch.blockDimX, launch.blockDimY, launch.blockDimZ = THREADS, 1, 1
-    launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [together], 1
+    from cuda.bindings import driver
 
     def step():  # by cuLaunchKernelEx, because the profiler records no cuLaunchCooperativeKernel
         launch.hStream = torch.cuda.current_stream(device).cuda_stream

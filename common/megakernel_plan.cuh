@@ -4,32 +4,38 @@
 
 #include "megakernel_ptx.cuh"
 
-constexpr int DIM = 128, WARPS = 8, THREADS = 32 * WARPS, CHUNK_COLUMNS = 512;
-constexpr int QKV = (HEADS + 2 * KV_HEADS) * DIM, ACROSS = HIDDEN / CHUNK_COLUMNS, HALF = INTER / 2 / CHUNK_COLUMNS;
-constexpr int PHASES = 4 * LAYERS + 1;  // those with weights
-constexpr int PART = DIM + 2;           // words of a split: two heads' weighted values, and how much they weigh
-constexpr int TILES = 4;                // at most, between two barriers of the block
+constexpr int DIM = 128, WARPS = 8, THREADS = 32 * WARPS;
 constexpr int PER = 32 / WARPS, COLUMNS = 16 * PER;  // of a chunk, for each warp: mma instructions, columns
-constexpr int STRIP = COLUMNS * (HALF > ACROSS ? HALF : ACROSS);  // columns of the input that one warp multiplies
-constexpr int RED = TILES * BATCH * 16 + 8;                  // floats of a warp's results; 8 avoid bank conflicts
+constexpr int QKV_TILES = 4 * DIM / 16 / CLUSTER;    // of a block
+constexpr int ACROSS = HIDDEN / 512;                 // chunks of a tile of 16 rows
+constexpr int DOWN = HIDDEN / CLUSTER / 128;         // chunks of 128 rows and 64 columns below each other in a block
+constexpr int UNIT = 64;                             // columns of act, the least that a cluster computes
+constexpr int UNIT_TILES = UNIT / 8 / CLUSTER, UNIT_CHUNKS = UNIT_TILES * ACROSS + DOWN;  // of a block
+constexpr int ATTENTION_CHUNKS = QKV_TILES * ACROSS + DOWN * 2 * DIM / 64;
+constexpr int SPLITS = CLUSTER / BATCH;              // of the text in attention: one block each
+constexpr int TILES = BATCH == 1 ? 8 : 4;            // at most, between two barriers of the block
+constexpr int RED = TILES * BATCH * 16 + 8;          // floats of a warp's results; 8 avoid bank conflicts, as 16 numbers do
 constexpr u32 SPINS = 1 << 22;
 constexpr float FIXED = 1 << 28;  // of the residual stream: steps of 4e-9, and 1e8 at most
-static_assert(HEADS == 2 * KV_HEADS && HIDDEN % CHUNK_COLUMNS == 0 && INTER % (2 * CHUNK_COLUMNS) == 0, "sizes");
-static_assert(VOCAB % 16 == 0 && BATCH <= 4, "sizes");
+static_assert(HEADS == 2 * KV_HEADS && HIDDEN % (128 * CLUSTER) == 0 && HIDDEN % 512 == 0 && INTER % UNIT == 0, "sizes");
+static_assert(VOCAB % 16 == 0 && BATCH <= 4 && BATCH <= CLUSTER && CLUSTER <= 8 && 8 % CLUSTER == 0, "sizes");
 
+enum Message { STREAM, NEWEST, PARTS, ACT, MESSAGES };  // what the blocks of a cluster send each other
 struct Shared {  // behind the ring
     float red[2][WARPS][RED];
     float squares[2][WARPS][BATCH];
-    alignas(16) bf16 heads[4][DIM];         // of the new token: two queries, key, value
+    alignas(16) bf16 heads[4][DIM];  // of the new token: two queries, key, value
     float attended[WARPS][2][DIM];
     float peak[WARPS][2], sum[WARPS][2];
-    alignas(16) bf16 strip[WARPS][BATCH][STRIP + 8];
-    u64 full[STAGES], empty[STAGES];
+    alignas(16) bf16 stream[BATCH][HIDDEN + 16];
+    alignas(16) u32 newest[BATCH][4][DIM / 2];  // what heads is made from
+    alignas(16) u32 parts[CLUSTER][DIM + 8];    // of a split: two heads' weighted values, and how much they weigh
+    alignas(16) bf16 act[BATCH][MOST * UNIT + 16];
+    u64 full[STAGES], empty[STAGES], sent[MESSAGES];
 };
 static_assert(STAGES * CHUNK + sizeof(Shared) == SHARED, "the host asks for another size");
 
 __device__ void block_barrier() { barrier_of<THREADS>(); }  // without the producer
-__device__ void store(u64* p, u32 tag, u32 payload) { store(p, (u64)tag << 32 | payload); }
 __device__ u64 fixed(float v) { return ((u64)__float2ll_rn(v * FIXED) << 8) + 1; }
 __device__ float value(u64 word) { return __ll2float_rn((long long)word >> 8) / FIXED; }
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
@@ -43,54 +49,31 @@ __device__ float total(float v) {  // over lanes that differ in these bits
 
 // What is read and written in global memory.
 struct Arguments {
-    const char* weights;
+    const char* weights;     // of each block for all layers, then of the head
     const bf16* head_norms;  // [LAYERS, 2, DIM]: of queries and of keys
     const bf16* rope;        // [cache_len, 2, DIM]: cosines, sines
     const bf16* embedding;
     long long *text, *position;  // text: [BATCH, room]
     bf16* logits;                // [BATCH, VOCAB]
-    u64 *stream;                 // [2 sets, 2 * LAYERS, BATCH, HIDDEN]: sums
-    u64 *qkv, *act;              // [2, BATCH, QKV / 2], [2, BATCH, INTER / 2], layers in turn: tagged pairs of bf16
-    u64* parts;                  // [2, BATCH, KV_HEADS, splits, PART]: likewise; the weights are tagged floats
+    u64* stream;                 // [2 sets, 2 * LAYERS, BATCH, HIDDEN]: sums
     u64* state;                  // step, blocks that have ended, likeliest token of each sequence
     u64* stamps;                 // [blocks, 2 * (5 * LAYERS + 1) + 1]: with STAMPS, nanoseconds; 0 where a block has no tile
-    int room, cache_len, splits;
+    const int* units;            // [clusters + 1]: of act, in front of each cluster's
+    int room, cache_len, pace;   // pace: clock cycles between two copies of weights, at least
     float eps, scaling;
     bf16* caches[LAYERS][2];  // keys, values: [BATCH, KV_HEADS, cache_len, DIM]
 };
 
-__device__ int tiles_of(int phase) {
-    if (phase == PHASES - 1) return VOCAB / 16;
-    int n = phase % 4;
-    return n == 0 ? QKV / 16 : n == 1 ? KV_HEADS * HIDDEN / 64 : n == 2 ? INTER / 8 : HIDDEN / 8;
-}
-__device__ int chunks_of(int phase) {
-    int n = phase % 4;
-    return n == 1 ? 2 : n == 3 ? HALF : ACROSS;  // the head's number is that of a qkv
-}
-
-// This block's tiles: dealt out to the blocks in turn, and the next phase goes on where this one ended.
-struct Deal {
-    int phase = -1, first = 0, dealt = 0;
-    __device__ void next() {
-        if (phase >= 0) dealt += tiles_of(phase);
-        phase++;
-        while (dealt >= (int)gridDim.x) dealt -= gridDim.x;  // fewer instructions than a division
-        first = (int)blockIdx.x - dealt;
-        if (first < 0) first += gridDim.x;
-    }
-};
-
 // A split's older tokens are begin to end. A warp takes 16 of them at a time, and the newest token by itself.
 struct Item {
-    int sequence, head, split, begin = 0, end = 0;
-    bool there = false, newest;
+    int sequence, begin = 0, end = 0;
+    bool there = false, newest = false;
     u64 cache;
-    __device__ void choose(const Arguments& a, int number, int at) {
-        there = number < BATCH * KV_HEADS * a.splits;
-        split = number % a.splits, head = number / a.splits % KV_HEADS, sequence = number / a.splits / KV_HEADS;
-        int each = (at + a.splits - 1) / a.splits;
-        begin = min(at, split * each), end = min(at, begin + each), newest = split == a.splits - 1;
+    __device__ void choose(const Arguments& a, int head, int rank, int at) {
+        there = head < KV_HEADS && rank < BATCH * SPLITS;
+        sequence = rank / SPLITS;
+        int split = rank % SPLITS, each = (at + SPLITS - 1) / SPLITS;
+        begin = min(at, split * each), end = min(at, begin + each), newest = split == SPLITS - 1;
         cache = ((u64)sequence * KV_HEADS + head) * a.cache_len * DIM;
     }
 };

@@ -14,15 +14,9 @@ __device__ char* shared_memory() {
     extern __shared__ __align__(1024) char ring[];
     return ring;
 }
-__device__ u64 load(const u64* p) {
-    u64 v;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
 __device__ void load_two(const u64* p, u64& first, u64& second) {
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
 }
-__device__ void store(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 __device__ void add(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 __device__ u32 pair(float first, float second) {
     u32 both;
@@ -47,13 +41,36 @@ __device__ bool passed(u64* barrier, int parity) {  // it may sleep for a while
                  : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
     return done;
 }
+// Shared memory of the cluster's blocks: what is sent counts at the receiver's barrier, which expects so many bytes.
+__device__ void cluster_barrier() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ u32 address_in(const void* shared, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
+    return there;
+}
+__device__ void send(void* to, u32 v, u32 rank, u64* barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(address_in(to, rank)), "r"(v), "r"(address_in(barrier, rank)) : "memory");
+}
+__device__ void expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
+}
+__device__ bool received(u64* barrier, int parity) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
+    return done;
+}
 __device__ u64 streamed() {  // what is used once leaves the L2 cache first
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 __device__ void copy_chunk(char* to, const char* from, u64* barrier, u64 policy) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "n"(CHUNK) : "memory");
+    expect(barrier, CHUNK);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(address(to)), "l"(from), "n"(CHUNK), "r"(address(barrier)), "l"(policy) : "memory");
 }

@@ -33,7 +33,7 @@ struct Warp {
 };
 struct Multiprocessor {
     std::vector<Warp> warps;
-    Barrier all, consumers;
+    Barrier all, consumers, cluster;  // cluster: of the first block of one
     char* memory;
 };
 struct Context {
@@ -104,25 +104,35 @@ using u64 = unsigned long long;
 using bf16 = unsigned short;
 constexpr int CHUNK = 16384;
 inline char* shared_memory() { return here().memory; }
-inline u64 load(const u64* p) { return *p; }
 inline void load_two(const u64* p, u64& first, u64& second) { first = p[0], second = p[1]; }
-inline void store(u64* p, u64 v) { *p = v; }
 inline void add(u64* p, u64 v) { *p += v; }
 inline u32 rounded(float v) { u32 bits = __float_as_uint(v); return (bits + 0x7fff + (bits >> 16 & 1)) >> 16; }
 inline u32 pair(float first, float second) { return rounded(second) << 16 | rounded(first); }
 template <int THREADS>
 void barrier_of() { meet(here().consumers, THREADS); }
-struct Counted { uint16_t arrivals, missing, bytes, turns; };  // an mbarrier; all bytes of a copy arrive at once
+struct Counted {  // an mbarrier
+    uint8_t arrivals, missing;
+    uint16_t turns;
+    int bytes;  // that are expected and not yet there; all of a copy arrive at once
+    void changed() { if (!missing && !bytes) missing = arrivals, turns++; }
+};
 inline Counted& counted(u64* barrier) { return *(Counted*)barrier; }
-inline void barrier_init(u64* barrier, u32 arrivals) { counted(barrier) = {(uint16_t)arrivals, (uint16_t)arrivals, 0, 0}; }
-inline void arrive(u64* barrier) {
-    Counted& b = counted(barrier);
-    if (--b.missing == 0) b.missing = b.arrivals, b.turns++;
+inline void barrier_init(u64* barrier, u32 arrivals) { counted(barrier) = {(uint8_t)arrivals, (uint8_t)arrivals, 0, 0}; }
+inline void arrive(u64* barrier) { counted(barrier).missing--, counted(barrier).changed(); }
+inline void expect(u64* barrier, u32 bytes) { counted(barrier).bytes += bytes, arrive(barrier); }
+inline void cluster_barrier() { meet(chip[blockIdx.x / CLUSTER * CLUSTER].cluster, CLUSTER * here().warps.size() * LANES); }
+inline void send(void* to, u32 v, u32 rank, u64* barrier) {
+    char* there = chip[blockIdx.x / CLUSTER * CLUSTER + rank].memory;
+    memcpy(there + ((char*)to - here().memory), &v, 4);
+    Counted& b = *(Counted*)(there + ((char*)barrier - here().memory));
+    b.bytes -= 4, b.changed();
 }
 inline bool passed(u64* barrier, int parity) {
     if (counted(barrier).turns % 2 == parity) let_others_run();
     return counted(barrier).turns % 2 != parity;
 }
+inline bool received(u64* barrier, int parity) { return passed(barrier, parity); }
+inline long long clock64() { static long long now = 0; return ++now; }
 inline u64 streamed() { return 0; }
 inline void copy_chunk(char* to, const char* from, u64* barrier, u64) { memcpy(to, from, CHUNK); arrive(barrier); }
 inline void prefetch(const void*) {}
