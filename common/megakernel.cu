@@ -65,10 +65,6 @@ struct Block {
     }
     __device__ void begins() { stamp(2 * phase); }      // and waits for its input
     __device__ void has_input() { stamp(2 * phase + 1); }
-    __device__ void await(u64* barrier, int parity) {
-        for (u32 spin = 0; !passed(barrier, parity); spin++)
-            if (spin > SPINS) __trap();
-    }
     __device__ u32 bytes_of(Message message) {
         return message == STREAM  ? BATCH * HIDDEN * 2
                : message == NEWEST ? BATCH * 4 * DIM * 2
@@ -77,45 +73,53 @@ struct Block {
     }
     // All bytes of the message's next time are there; then the block expects those of the time after.
     __device__ void receive(Message message, int parity) {
-        for (u32 spin = 0; !received(&s.sent[message], parity); spin++)
-            if (spin > SPINS) __trap();
+        await_received(&s.sent[message], parity);
         if (thread == 0) expect(&s.sent[message], bytes_of(message));
     }
 
     __device__ void produce() {
         u64 policy = streamed();
-        int each = (has_head ? ATTENTION_CHUNKS : 0) + units * UNIT_CHUNKS, number = 0;
-        u64 before = min(cluster, KV_HEADS) * ATTENTION_CHUNKS + a.units[cluster] * UNIT_CHUNKS;
-        u64 all = KV_HEADS * ATTENTION_CHUNKS + INTER / UNIT * UNIT_CHUNKS;
+        int each = (has_head ? ATTENTION_CHUNKS : 0) + units * UNIT_CHUNKS, of_layers = LAYERS * each;
+        int before = min(cluster, KV_HEADS) * ATTENTION_CHUNKS + a.units[cluster] * UNIT_CHUNKS;
+        const char* from = a.weights + (u64)LAYERS * (CLUSTER * before + rank * each) * CHUNK;
+        const char* head = a.weights + (u64)LAYERS * CLUSTER * (KV_HEADS * ATTENTION_CHUNKS + INTER / UNIT * UNIT_CHUNKS) * CHUNK;
+        int tiles = (VOCAB / 16 - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
         long long last = clock64();
-        auto copy = [&](u64 chunk) {
+        for (int i = 0; i < of_layers + tiles * ACROSS; i++) {
+            if (i == of_layers) from = head + (u64)blockIdx.x * ACROSS * CHUNK;
+            else if (i > of_layers && (i - of_layers) % ACROSS == 0) from += (u64)(gridDim.x - 1) * ACROSS * CHUNK;
             await(&s.empty[slot], turn ^ 1);
-            if (number >= WINDOW) {  // so many copies at a time
+            if (i >= WINDOW) {  // so many copies at a time
                 int landed = slot - WINDOW;
                 await(&s.full[landed < 0 ? landed + STAGES : landed], landed < 0 ? turn ^ 1 : turn);
             }
-            number++;
-            copy_chunk(ring + slot * CHUNK, a.weights + chunk * CHUNK, &s.full[slot], policy);
+            if (i < of_layers) {
+                while (clock64() - last < a.pace) {}
+                last = clock64();
+            }
+            copy_chunk(ring + slot * CHUNK, from, &s.full[slot], policy);
+            from += CHUNK;
             if (++slot == STAGES) slot = 0, turn ^= 1;
-        };
-        u64 first = LAYERS * (CLUSTER * before + rank * each);
-        for (int i = 0; i < LAYERS * each; i++) {
-            while (clock64() - last < a.pace) {}
-            last = clock64();
-            copy(first + i);
         }
-        for (int tile = blockIdx.x; tile < VOCAB / 16; tile += gridDim.x)
-            for (int i = 0; i < ACROSS; i++) copy(LAYERS * CLUSTER * all + tile * ACROSS + i);
     }
 
-    // This warp's operands of the next chunk.
-    __device__ void take(uint4 (&weights)[PER]) {
-        await(&s.full[slot], turn);
-        const uint4* mine = (const uint4*)(ring + slot * CHUNK) + warp * PER * 32 + lane;
-        UNROLLED for (int i = 0; i < PER; i++) weights[i] = mine[32 * i];
+    // This warp's operands of the next chunks, N or one less.
+    template <int N>
+    __device__ void take(uint4 (&weights)[N * PER], bool all = true) {
+        int slots[N], turns[N];
+        UNROLLED for (int n = 0; n < N; n++) {
+            slots[n] = slot, turns[n] = turn;
+            if ((all || n < N - 1) && ++slot == STAGES) slot = 0, turn ^= 1;
+        }
+        UNROLLED for (int n = 0; n < N; n++)
+            if (all || n < N - 1) await(&s.full[slots[n]], turns[n]);
+        UNROLLED for (int n = 0; n < N; n++) {
+            const uint4* mine = (const uint4*)(ring + slots[n] * CHUNK) + warp * PER * 32 + lane;
+            if (all || n < N - 1)
+                UNROLLED for (int i = 0; i < PER; i++) weights[n * PER + i] = mine[32 * i];
+        }
         __syncwarp();
-        if (lane == 0) arrive(&s.empty[slot]);
-        if (++slot == STAGES) slot = 0, turn ^= 1;
+        if (lane < (all ? N : N - 1)) arrive(&s.empty[lane && N > 1 ? slots[N - 1] : slots[0]]);
     }
     // An operand: 16 columns, of which the lane has four. Each of 8 rows is a column of the product.
     __device__ void operand(u32 (&x)[2], const bf16* row, int columns, bool there) {
@@ -130,17 +134,15 @@ struct Block {
             if (lane % 4 * 2 + 1 < BATCH) to[16] = sum[1], to[24] = sum[3];
         }
     }
-    // Tiles of 16 rows; this warp multiplies its columns of each chunk. weights: of the first, which it has taken.
-    __device__ void products(const u32 (&x)[PER * ACROSS][2], uint4 (&weights)[PER], int tiles) {
+    // Tiles of 16 rows; this warp multiplies its columns of each chunk. It has taken the first ones before its input came.
+    __device__ void products(const u32 (&x)[PER * ACROSS][2], uint4 (&weights)[PER * TOGETHER], int tiles) {
         ROLLED for (int tile = 0; tile < tiles; tile++) {
-            float sums[2][4] = {};  // two, so that a product need not wait for the one before it
-            UNROLLED for (int c = 0; c < ACROSS; c++) {
-                uint4 next[PER];
-                if (c < ACROSS - 1 || tile < tiles - 1) take(next);
-                UNROLLED for (int i = 0; i < PER; i++) multiply(sums[i % 2], weights[i], x[c * PER + i]);
-                UNROLLED for (int i = 0; i < PER; i++) weights[i] = next[i];
+            float sums[4][4] = {};  // four, so that a product need not wait for the one before it
+            UNROLLED for (int c = 0; c < ACROSS; c += TOGETHER) {
+                if (c || tile) take<TOGETHER>(weights);
+                UNROLLED for (int i = 0; i < PER * TOGETHER; i++) multiply(sums[i % 4], weights[i], x[c * PER + i]);
             }
-            UNROLLED for (int n = 0; n < 4; n++) sums[0][n] += sums[1][n];
+            UNROLLED for (int n = 0; n < 4; n++) sums[0][n] += sums[1][n] + (sums[2][n] + sums[3][n]);
             keep(tile, sums[0]);
         }
     }
@@ -203,20 +205,21 @@ struct Block {
     // The stream is divided by its length after the product, and the norm's weights are part of the matrix.
     __device__ void normed_rows(int n, int tiles, int first, int apart) {
         share_stream(n);
-        uint4 weights[PER];
-        take(weights);
+        uint4 weights[PER * TOGETHER];
+        take<TOGETHER>(weights);
         receive(STREAM, reads++ % 2);
         has_input();
         u32 x[PER * ACROSS][2];
         UNROLLED for (int i = 0; i < PER * ACROSS; i++)
             operand(x[i], s.stream[lane / 4 % BATCH], i / PER * 512 + warp * COLUMNS + i % PER * 16, lane / 4 < BATCH);
         // The columns as a matrix of rows times themselves: its diagonal has the squares.
-        float squares[2][4] = {};
-        UNROLLED for (int i = 0; i < PER * ACROSS; i++) multiply(squares[i % 2], {x[i][0], 0, x[i][1], 0}, x[i]);
-        float square = lane / 4 % 2 ? squares[0][1] + squares[1][1] : squares[0][0] + squares[1][0];
+        float squares[4][4] = {};
+        UNROLLED for (int i = 0; i < PER * ACROSS; i++) multiply(squares[i % 4], {x[i][0], 0, x[i][1], 0}, x[i]);
+        float square = 0;
+        UNROLLED for (int n = 0; n < 4; n++) square += lane / 4 % 2 ? squares[n][1] : squares[n][0];
         for (int done = 0; done < tiles; done += TILES) {
             int now = min(TILES, tiles - done);
-            if (done) take(weights);
+            if (done) take<TOGETHER>(weights);
             products(x, weights, now);
             if (lane / 4 < BATCH && lane % 4 == lane / 8) s.squares[buffer][warp][lane / 4] = square;
             finish(now, [&](int tile, int sequence, int row, bool mine, float y, float squares) {
@@ -247,20 +250,15 @@ struct Block {
 
     // RMSNorm and rotary embedding of one head of the new token, or just its value; lane: columns 2 * lane and 64 on.
     __device__ void new_head(int layer, int which, bf16* keep_at) {
-        float weight[4], cosine[4], sine[4];
-        UNROLLED for (int n = 0; n < 4; n++) {  // before it waits
-            int d = 2 * lane + n % 2 + n / 2 * 64;
-            weight[n] = wide(a.head_norms[(layer * 2 + which / 2 % 2) * DIM + d]);
-            cosine[n] = wide(a.rope[(u64)at * 2 * DIM + d]), sine[n] = wide(a.rope[(u64)at * 2 * DIM + DIM + d]);
-        }
         receive(NEWEST, layer % 2);
         u32 first = s.newest[item.sequence][which][lane], second = s.newest[item.sequence][which][lane + 32];
         float v[4] = {low(first), high(first), low(second), high(second)};
         if (which < 3) {
             float scale = rsqrtf(total<1, 16>(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / DIM + a.eps);
-            UNROLLED for (int n = 0; n < 4; n++) v[n] *= scale * weight[n];
+            auto column = [this](int n) { return 2 * lane + n % 2 + n / 2 * 64; };
+            UNROLLED for (int n = 0; n < 4; n++) v[n] *= scale * wide(s.head_norms[which / 2][column(n)]);
             float across[4] = {-v[2], -v[3], v[0], v[1]};
-            UNROLLED for (int n = 0; n < 4; n++) v[n] = v[n] * cosine[n] + across[n] * sine[n];
+            UNROLLED for (int n = 0; n < 4; n++) v[n] = v[n] * s.rope[0][column(n)] + across[n] * s.rope[1][column(n)];
         }
         u32 both[2] = {pair(v[0], v[1]), pair(v[2], v[3])};
         UNROLLED for (int n = 0; n < 2; n++) {
@@ -268,50 +266,61 @@ struct Block {
             ((u32*)s.heads[which])[lane + 32 * n] = both[n];
         }
     }
-    // Into the L2 cache, long before they are needed: a read from memory waits behind all weights on their way.
-    __device__ void prefetch_cache(int layer) {
+    // What attention reads besides the new token, long before it is needed: a read from memory waits behind all weights
+    // on their way. The split's first tokens go into shared memory, the others into the L2 cache.
+    __device__ void fetch_cache(int layer) {
         if (layer == LAYERS || !item.there) return;
-        for (int i = thread; i < (item.end - item.begin) * 4; i += THREADS)
-            prefetch(a.caches[layer][i % 2] + item.cache + (u64)item.begin * DIM + i / 2 * 64);
+        int tokens = item.end - item.begin, mine = thread / 16, piece = thread % 16;
+        const bf16 *keys = a.caches[layer][0] + item.cache, *values = a.caches[layer][1] + item.cache;
+        if (thread < 2 * DIM / 8) copy_16((bf16*)s.head_norms + 8 * thread, a.head_norms + layer * 2 * DIM + 8 * thread);
+        UNROLLED for (int token = mine; token < mine + AHEAD; token += 16)
+            if (token < tokens) {
+                copy_16(&s.keys[token][8 * key_piece(mine, piece)], keys + (item.begin + token) * DIM + 8 * piece);
+                copy_16(&s.values[token][8 * value_piece(mine, piece)], values + (item.begin + token) * DIM + 8 * piece);
+            }
+        for (int i = AHEAD * 4 + thread; i < tokens * 4; i += THREADS)
+            prefetch((i % 2 ? values : keys) + item.begin * DIM + i / 2 * 64);
     }
+    // 16 bytes of a token's key or value are not where they would be in order, so that lanes read different banks.
+    __device__ int key_piece(int token, int piece) { return piece ^ token % 2 * 4; }
+    __device__ int value_piece(int token, int piece) { return piece ^ token / 2 % 4 * 2; }
+
     __device__ void attend(int layer) {
         bf16 *keys = a.caches[layer][0] + item.cache, *values = a.caches[layer][1] + item.cache;
-        int group = lane / 4, four = lane % 4, full = (item.end - item.begin + 15) / 16, tiles = full + item.newest;
-        uint4 k[2][4], v[4][2];  // of the lane's tokens; of keys it takes 8 columns of each 32, of values 8 of each 64
-        auto fetch = [&](int tile) {
-            bool is_new = tile == full;
-            const bf16* key = is_new ? s.heads[2] : keys + (u64)(item.begin + 16 * tile) * DIM;
-            const bf16* val = is_new ? s.heads[3] : values + (u64)(item.begin + 16 * tile) * DIM;
-            int there = is_new ? 1 : item.end - item.begin - 16 * tile;
-            UNROLLED for (int n = 0; n < 8; n++) {
-                int token = group + n / 4 * 8, another = 2 * four + n / 2 % 2 + n / 4 * 8;
-                k[n / 4][n % 4] = v[n / 2][n % 2] = {0, 0, 0, 0};
-                if (token < there) k[n / 4][n % 4] = *(const uint4*)(key + token * DIM + n % 4 * 32 + 8 * four);
-                if (another < there) v[n / 2][n % 2] = *(const uint4*)(val + another * DIM + n % 2 * 64 + 8 * group);
-            }
-        };
-        if (warp < full) fetch(warp);  // older tokens, which need not wait
-        if (warp < 4) {
-            bf16* keep_at = !item.newest || warp < 2 ? nullptr : (warp == 2 ? keys : values) + (u64)at * DIM;
-            new_head(layer, warp, keep_at);
-        }
-        block_barrier();
-        has_input();
+        int group = lane / 4, four = lane % 4, tokens = item.end - item.begin, tiles = (tokens + 15) / 16;
+        float scale = a.scaling * 1.4426950408889634f;  // exponents of 2
         uint4 q[4];
-        UNROLLED for (int n = 0; n < 4; n++) q[n] = group < 2 ? *(const uint4*)&s.heads[group][n * 32 + 8 * four] : uint4{0, 0, 0, 0};
         float peak[2] = {-1e30f, -1e30f}, sum[2] = {}, acc[8][4] = {};  // acc: (column, head), of lanes with four == 0
-        ROLLED for (int tile = warp; tile < tiles; tile += WARPS) {
-            if (tile >= WARPS || tile == full) fetch(tile);
-            int there = tile == full ? 1 : item.end - item.begin - 16 * tile;
+        ROLLED for (int tile = warp; tile == warp || tile < tiles; tile += WARPS) {
+            uint4 k[2][4], v[4][2];  // of the lane's tokens; of keys it takes 8 columns of each 32, of values 8 of each 64
+            UNROLLED for (int n = 0; n < 8; n++) {
+                int token = 16 * tile + n / 4 * 8 + group;
+                if (tile < AHEAD / 16) k[n / 4][n % 4] = *(const uint4*)&s.keys[token][8 * key_piece(group, n % 4 * 4 + four)];
+                else if (token < tokens) k[n / 4][n % 4] = *(const uint4*)(keys + (item.begin + token) * DIM + n % 4 * 32 + 8 * four);
+            }
+            if (tile == warp) {  // the older tokens' need not wait
+                if (warp < (item.newest ? 4 : 2)) new_head(layer, warp, warp < 2 ? nullptr : (warp == 2 ? keys : values) + (u64)at * DIM);
+                block_barrier();
+                has_input();
+                UNROLLED for (int n = 0; n < 4; n++) q[n] = group < 2 ? *(const uint4*)&s.heads[group][n * 32 + 8 * four] : uint4{0, 0, 0, 0};
+            }
+            if (tile >= tiles) break;
+            int there = tokens - 16 * tile;
             float score[2][4] = {};  // of (token, head): where four == 0
             UNROLLED for (int n = 0; n < 4; n++) {
                 multiply(score[0], {k[0][n].x, k[1][n].x, k[0][n].y, k[1][n].y}, {q[n].x, q[n].y});
                 multiply(score[1], {k[0][n].z, k[1][n].z, k[0][n].w, k[1][n].w}, {q[n].z, q[n].w});
             }
+            UNROLLED for (int n = 0; n < 8; n++) {  // where there are no more tokens they are 0
+                int token = 16 * tile + n / 4 * 8 + 2 * four + n / 2 % 2, piece = n % 2 * 8 + group;
+                if (tile < AHEAD / 16) v[n / 2][n % 2] = *(const uint4*)&s.values[token][8 * value_piece(2 * four, piece)];
+                else if (token < tokens) v[n / 2][n % 2] = *(const uint4*)(values + (item.begin + token) * DIM + 8 * piece);
+                else v[n / 2][n % 2] = {0, 0, 0, 0};
+            }
             float shrink[2], p[4];
             UNROLLED for (int h = 0; h < 2; h++) {
-                float a0 = group < there ? (score[0][h] + score[1][h]) * a.scaling * 1.4426950408889634f : -1e30f;
-                float a1 = group + 8 < there ? (score[0][h + 2] + score[1][h + 2]) * a.scaling * 1.4426950408889634f : -1e30f;
+                float a0 = group < there ? (score[0][h] + score[1][h]) * scale : -1e30f;
+                float a1 = group + 8 < there ? (score[0][h + 2] + score[1][h + 2]) * scale : -1e30f;
                 float higher = fmaxf(peak[h], fmaxf(a0, a1));
                 UNROLLED for (int bit = 4; bit <= 16; bit *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, bit));
                 shrink[h] = exp2f(peak[h] - higher), peak[h] = higher;
@@ -329,7 +338,7 @@ struct Block {
             }
             UNROLLED for (int j = 0; j < 8; j++) {
                 u32 w[4];
-                UNROLLED for (int n = 0; n < 4; n++) w[n] = (&v[n][j / 4].x)[j % 4];
+                UNROLLED for (int n = 0; n < 4; n++) w[n] = word(v[n][j / 4], j % 4);
                 UNROLLED for (int n = 0; n < 4; n++) acc[j][n] *= shrink[n % 2];
                 multiply(acc[j], {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
                                   __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632)}, weights);
@@ -342,15 +351,29 @@ struct Block {
             }
             if (lane == 0) s.peak[warp][0] = peak[0], s.peak[warp][1] = peak[1], s.sum[warp][0] = sum[0], s.sum[warp][1] = sum[1];
         }
+        if (item.newest && warp == WARPS - 1) {  // the new token
+            float products[2] = {};
+            UNROLLED for (int n = 0; n < 4; n++)
+                UNROLLED for (int h = 0; h < 2; h++) products[h] += wide(s.heads[h][4 * lane + n]) * wide(s.heads[2][4 * lane + n]);
+            UNROLLED for (int h = 0; h < 2; h++) products[h] = total<1, 16>(products[h]) * scale;
+            if (lane == 0) s.newest_peak[0] = products[0], s.newest_peak[1] = products[1];
+        }
         block_barrier();
-        int at = thread % DIM, h = at / 64, active = min(WARPS, tiles);
-        float higher = -1e30f, all = 0;
+        int at = thread % DIM, h = at / 64;
+        float higher = item.newest ? s.newest_peak[h] : -1e30f, all = 0;
         float2 y = {0, 0};
-        ROLLED for (int w = 0; w < active; w++) higher = fmaxf(higher, s.peak[w][h]);
-        ROLLED for (int w = 0; w < active; w++) {
+        UNROLLED for (int w = 0; w < WARPS; w++)
+            if (w < tiles) higher = fmaxf(higher, s.peak[w][h]);
+        UNROLLED for (int w = 0; w < WARPS; w++) {
+            if (w >= tiles) break;
             float weight = exp2f(s.peak[w][h] - higher);
             float2 more = *(const float2*)&s.attended[w][h][at % 64 * 2];
             all += weight * s.sum[w][h], y.x += weight * more.x, y.y += weight * more.y;
+        }
+        if (item.newest) {
+            float weight = exp2f(s.newest_peak[h] - higher);
+            u32 more = *(const u32*)&s.heads[3][at % 64 * 2];
+            all += weight, y.x += weight * low(more), y.y += weight * high(more);
         }
         float over = all > 0 ? 1 / all : 0, counts = all > 0 ? higher + log2f(all) : -1e30f;
         for (int other = thread / DIM; other < CLUSTER; other += THREADS / DIM) {
@@ -365,30 +388,26 @@ struct Block {
     }
     // Each split is a column of the product. The columns of a sequence are weighted and added up afterwards.
     __device__ void o(int layer) {
-        uint4 weights[PER];
-        take(weights);
+        uint4 weights[2 * PER];
+        take<2>(weights);
         receive(PARTS, layer % 2);
         has_input();
-        float share[2][2];  // of a head and one of the lane's two columns
-        UNROLLED for (int n = 0; n < 4; n++) {
-            int h = n / 2, mine = min(2 * (lane % 4) + n % 2, BATCH * SPLITS - 1), first = mine / SPLITS * SPLITS;
-            float higher = -1e30f, all = 0;
-            UNROLLED for (int i = 0; i < SPLITS; i++) higher = fmaxf(higher, __uint_as_float(s.parts[first + i][DIM + h]));
-            UNROLLED for (int i = 0; i < SPLITS; i++) all += exp2f(__uint_as_float(s.parts[first + i][DIM + h]) - higher);
-            share[h][n % 2] = exp2f(__uint_as_float(s.parts[mine][DIM + h]) - higher) / all;
-        }
-        constexpr int ACROSS_HEADS = 2 * DIM / UNIT;
+        constexpr int ITEMS = BATCH * SPLITS, ACROSS_HEADS = 2 * DIM / UNIT;
+        // A lane computes the share of one split in one head, and gets those of its two columns from others.
+        float counts = __uint_as_float(s.parts[min(lane % 8, ITEMS - 1)][DIM + lane / 8 % 2]), higher = counts, share[2][2];
+        UNROLLED for (int bit = 1; bit < SPLITS; bit *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, bit));
+        counts = exp2f(counts - higher);
+        counts /= total<1, SPLITS / 2>(counts);
+        UNROLLED for (int n = 0; n < 4; n++) share[n / 2][n % 2] = __shfl_sync(~0u, counts, n / 2 * 8 + lane % 4 * 2 + n % 2);
         ROLLED for (int down = 0; down < DOWN; down++) {
             float sums[2][4] = {};
-            UNROLLED for (int c = 0; c < ACROSS_HEADS; c++) {
-                uint4 next[PER];
-                if (c < ACROSS_HEADS - 1 || down < DOWN - 1) take(next);
-                UNROLLED for (int i = 0; i < PER; i++) {
+            UNROLLED for (int c = 0; c < ACROSS_HEADS; c += 2) {
+                if (c || down) take<2>(weights);
+                UNROLLED for (int i = 0; i < 2 * PER; i++) {
                     u32 x[2];
-                    operand(x, (const bf16*)s.parts[lane / 4 % CLUSTER], c * UNIT + 16 * i, lane / 4 < BATCH * SPLITS);
+                    operand(x, (const bf16*)s.parts[lane / 4 % CLUSTER], c * UNIT + 16 * i, lane / 4 < ITEMS);
                     multiply(sums[c / (ACROSS_HEADS / 2)], weights[i], x);
                 }
-                UNROLLED for (int i = 0; i < PER; i++) weights[i] = next[i];
             }
             UNROLLED for (int row = 0; row < 2; row++) {
                 float y[2];
@@ -404,26 +423,26 @@ struct Block {
     }
 
     __device__ void down(int layer) {
-        uint4 weights[PER];
-        take(weights);
+        uint4 weights[2 * PER];
+        take<2>(weights, units > 1);
         receive(ACT, layer % 2);
         has_input();
-        for (int down = 0; down < DOWN; down++) {
-            float sums[2][4] = {};
-            ROLLED for (int unit = 0; unit < units; unit++) {
-                uint4 next[PER];
-                if (unit < units - 1 || down < DOWN - 1) take(next);
-                UNROLLED for (int i = 0; i < PER; i++) {
+        ROLLED for (int down = 0; down < DOWN; down++) {
+            float sums[4][4] = {};
+            ROLLED for (int unit = 0; unit < units; unit += 2) {
+                if (unit || down) take<2>(weights, unit + 1 < units);
+                UNROLLED for (int i = 0; i < 2 * PER; i++) {
+                    if (i == PER && unit + 1 == units) break;
                     u32 x[2];
                     operand(x, s.act[lane / 4 % BATCH], unit * UNIT + 16 * i, lane / 4 < BATCH);
-                    multiply(sums[i % 2], weights[i], x);
+                    multiply(sums[i % 4], weights[i], x);
                 }
-                UNROLLED for (int i = 0; i < PER; i++) weights[i] = next[i];
             }
+            UNROLLED for (int n = 0; n < 4; n++) sums[0][n] += sums[1][n] + (sums[2][n] + sums[3][n]);
             UNROLLED for (int n = 0; n < 4; n++) {
                 int sequence = 2 * (lane % 4) + n % 2;
                 if (sequence < BATCH)
-                    add(row_at(stream(2 * layer + 2), down, sequence) + n / 2 * 8, fixed(sums[0][n] + sums[1][n]));
+                    add(row_at(stream(2 * layer + 2), down, sequence) + n / 2 * 8, fixed(sums[0][n]));
             }
         }
     }
@@ -434,26 +453,34 @@ struct Block {
         set = step % 2;
         constexpr u64 words = 2ull * LAYERS * BATCH * HIDDEN;
         for (u64 i = blockIdx.x * THREADS + thread; i < words; i += gridDim.x * THREADS) a.stream[(set ^ 1) * words + i] = 0;
-        if (blockIdx.x < LAYERS && thread < 4) prefetch(a.head_norms + blockIdx.x * 2 * DIM + thread * 64);
         item.choose(a, cluster, rank, at);
-        prefetch_cache(0);
-        for (int layer = 0; layer < LAYERS; layer++) {
-            if (has_head) {
-                phase = 5 * layer;
-                begins(), normed_rows(2 * layer, QKV_TILES, rank * QKV_TILES, 1);
-                phase++, begins();
+        s.rope[0][thread] = wide(a.rope[(u64)at * 2 * DIM + thread]);
+        for (int i = (item.end - item.begin) * 64 + thread; i < AHEAD * 64; i += THREADS) ((u32*)s.values)[i] = 0;
+        fetch_cache(0);
+        for (int n = has_head ? 0 : 1; n <= 2 * LAYERS; n += has_head || n == 2 * LAYERS - 1 ? 1 : 2) {
+            forget(thread), forget(warp), forget(lane), forget(rank);
+            int layer = n / 2, tiles = units * UNIT_TILES, first = rank * tiles, apart = 1;
+            phase = 5 * layer + n % 2 * 3;
+            if (n == 2 * LAYERS) {
+                tiles = (VOCAB / 16 - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+                first = blockIdx.x, apart = gridDim.x;
+            } else if (n % 2 == 0) {
+                tiles = QKV_TILES, first = rank * tiles;
+                copies_landed();
+            }
+            begins(), normed_rows(n, tiles, first, apart);
+            phase++;
+            if (n == 2 * LAYERS) break;
+            begins();
+            if (n % 2) {
+                down(layer);
+            } else {
                 if (item.there) attend(layer);
                 else receive(NEWEST, layer % 2);
                 phase++, begins(), o(layer);
-                prefetch_cache(layer + 1);
+                fetch_cache(layer + 1);
             }
-            phase = 5 * layer + 3;
-            begins(), normed_rows(2 * layer + 1, units * UNIT_TILES, rank * units * UNIT_TILES, 1);
-            phase++, begins(), down(layer);
         }
-        phase++, begins();
-        normed_rows(2 * LAYERS, (VOCAB / 16 - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, blockIdx.x, gridDim.x);
-        phase++;
         begins();
         UNROLLED for (int b = 0; b < BATCH; b++) {
             for (int bit = 1; bit < 32; bit *= 2) best[b] = max(best[b], __shfl_xor_sync(~0u, best[b], bit));

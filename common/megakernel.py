@@ -24,7 +24,8 @@ UNIT = 64  # columns between gate_up and down, the least that a cluster of block
 PHASES = ("qkv", "attend", "o", "gate_up", "down")
 SHOWN_EVERY = 33  # of the blocks, so that a trace stays small
 PACE = 115  # percent of the time that the memory takes by its data sheet
-WINDOW = 2  # chunks on their way at a time: with more, other reads wait longer behind them
+WEIGH = 100
+WINDOW = 3  # chunks on their way at a time: with more, other reads wait longer behind them
 
 
 def unfit(config, batch: int) -> str | None:
@@ -54,6 +55,7 @@ def shares(config, clusters: int) -> list[int]:
     tall, wide = hidden // size // 128, hidden // 512  # chunks
     attention = 4 * HEAD_DIM // 16 // size * wide + tall * 2 * HEAD_DIM // UNIT
     unit = UNIT // 8 // size * wide + tall
+    attention = attention * WEIGH / 100
     chunks = [attention + unit] * config.num_key_value_heads + [unit] * (clusters - config.num_key_value_heads)
     units = [1] * clusters
     for _ in range(config.intermediate_size // UNIT - clusters):
@@ -106,9 +108,10 @@ def shared_bytes(stages: int, batch: int, config, most: int) -> int:
     """Shared memory of a block, as the kernel's struct Shared has it behind the ring. most: units of a cluster."""
     warps, tiles = 8, 8 if batch == 1 else 4
     floats = 2 * warps * (tiles * 16 * batch + 8) + 2 * warps * batch
-    in_front = -(-4 * floats // 16) * 16 + 4 * HEAD_DIM * 2 + 4 * (warps * 2 * HEAD_DIM + 2 * warps * 2)
+    in_front = -(-4 * floats // 16) * 16 + 4 * HEAD_DIM * 2 + 4 * (warps * 2 * HEAD_DIM + 2 * warps * 2 + 4)
+    cached = 2 * 64 * HEAD_DIM * 2 + 2 * HEAD_DIM * 2 + 4 * 2 * HEAD_DIM
     sent = 2 * batch * (config.hidden_size + 16 + 4 * HEAD_DIM + most * UNIT + 16) + 4 * cluster_size(config) * (HEAD_DIM + 8)
-    return stages * CHUNK + -(-in_front // 16) * 16 + -(-(sent + 8 * (2 * stages + 4)) // 16) * 16
+    return stages * CHUNK + -(-in_front // 16) * 16 + -(-(cached + sent + 8 * (2 * stages + 4)) // 16) * 16
 
 
 def most_stages(room: int, batch: int, config, most: int) -> int:

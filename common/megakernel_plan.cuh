@@ -12,6 +12,8 @@ constexpr int DOWN = HIDDEN / CLUSTER / 128;         // chunks of 128 rows and 6
 constexpr int UNIT = 64;                             // columns of act, the least that a cluster computes
 constexpr int UNIT_TILES = UNIT / 8 / CLUSTER, UNIT_CHUNKS = UNIT_TILES * ACROSS + DOWN;  // of a block
 constexpr int ATTENTION_CHUNKS = QKV_TILES * ACROSS + DOWN * 2 * DIM / 64;
+constexpr int TOGETHER = ACROSS % 2 ? 1 : 2;         // chunks of a tile that a warp takes at a time
+constexpr int AHEAD = 64;                            // tokens of a split that are copied into shared memory
 constexpr int SPLITS = CLUSTER / BATCH;              // of the text in attention: one block each
 constexpr int TILES = BATCH == 1 ? 8 : 4;            // at most, between two barriers of the block
 constexpr int RED = TILES * BATCH * 16 + 8;          // floats of a warp's results; 8 avoid bank conflicts, as 16 numbers do
@@ -26,8 +28,11 @@ struct Shared {  // behind the ring
     float squares[2][WARPS][BATCH];
     alignas(16) bf16 heads[4][DIM];  // of the new token: two queries, key, value
     float attended[WARPS][2][DIM];
-    float peak[WARPS][2], sum[WARPS][2];
+    float peak[WARPS][2], sum[WARPS][2], newest_peak[4];
     alignas(16) bf16 stream[BATCH][HIDDEN + 16];
+    alignas(16) bf16 keys[AHEAD][DIM], values[AHEAD][DIM];
+    alignas(16) bf16 head_norms[2][DIM];
+    float rope[2][DIM];  // cosines, sines
     alignas(16) u32 newest[BATCH][4][DIM / 2];  // what heads is made from
     alignas(16) u32 parts[CLUSTER][DIM + 8];    // of a split: two heads' weighted values, and how much they weigh
     alignas(16) bf16 act[BATCH][MOST * UNIT + 16];
@@ -41,6 +46,7 @@ __device__ float value(u64 word) { return __ll2float_rn((long long)word >> 8) / 
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ float wide(bf16 v) { return __uint_as_float((u32)v << 16); }
+__device__ u32 word(const uint4& four, int n) { return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w; }
 template <int FROM, int TO>
 __device__ float total(float v) {  // over lanes that differ in these bits
     UNROLLED for (int bit = FROM; bit <= TO; bit *= 2) v += __shfl_xor_sync(~0u, v, bit);

@@ -35,12 +35,10 @@ __device__ void barrier_init(u64* barrier, u32 arrivals) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ void arrive(u64* barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory"); }
-__device__ bool passed(u64* barrier, int parity) {  // it may sleep for a while
-    u32 done;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
-    return done;
-}
+#define AWAIT(SCOPE) \
+    asm volatile("{ .reg .pred p;\n\tAGAIN: mbarrier.try_wait.parity" SCOPE ".shared::cta.b64 p, [%0], %1;\n\t@!p bra AGAIN; }" \
+                 ::"r"(address(barrier)), "r"(parity) : "memory")
+__device__ void await(u64* barrier, int parity) { AWAIT(""); }
 // Shared memory of the cluster's blocks: what is sent counts at the receiver's barrier, which expects so many bytes.
 __device__ void cluster_barrier() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -58,12 +56,7 @@ __device__ void send(void* to, u32 v, u32 rank, u64* barrier) {
 __device__ void expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
 }
-__device__ bool received(u64* barrier, int parity) {
-    u32 done;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
-    return done;
-}
+__device__ void await_received(u64* barrier, int parity) { AWAIT(".acquire.cluster"); }
 __device__ u64 streamed() {  // what is used once leaves the L2 cache first
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -74,6 +67,12 @@ __device__ void copy_chunk(char* to, const char* from, u64* barrier, u64 policy)
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(address(to)), "l"(from), "n"(CHUNK), "r"(address(barrier)), "l"(policy) : "memory");
 }
+__device__ void copy_16(void* to, const void* from) {  // as many bytes
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
+}
+__device__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // those of this thread
+// The compiler does not know that the number stays the same, so it keeps nothing that follows from it in registers.
+__device__ void forget(int& number) { asm volatile("" : "+r"(number)); }
 __device__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ u64 nanoseconds() {
     u64 now;

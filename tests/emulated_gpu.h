@@ -127,14 +127,16 @@ inline void send(void* to, u32 v, u32 rank, u64* barrier) {
     Counted& b = *(Counted*)(there + ((char*)barrier - here().memory));
     b.bytes -= 4, b.changed();
 }
-inline bool passed(u64* barrier, int parity) {
-    if (counted(barrier).turns % 2 == parity) let_others_run();
-    return counted(barrier).turns % 2 != parity;
+inline void await(u64* barrier, int parity) {
+    while (counted(barrier).turns % 2 == parity) let_others_run();
 }
-inline bool received(u64* barrier, int parity) { return passed(barrier, parity); }
+inline void await_received(u64* barrier, int parity) { await(barrier, parity); }
 inline long long clock64() { static long long now = 0; return ++now; }
 inline u64 streamed() { return 0; }
 inline void copy_chunk(char* to, const char* from, u64* barrier, u64) { memcpy(to, from, CHUNK); arrive(barrier); }
+inline void copy_16(void* to, const void* from) { memcpy(to, from, 16); }
+inline void copies_landed() {}
+inline void forget(int&) {}
 inline void prefetch(const void*) {}
 inline u64 nanoseconds() { static u64 now = 0; return ++now; }
 inline float bf16_at(u32 pair, int n) { return __uint_as_float(n ? pair & 0xffff0000u : pair << 16); }
