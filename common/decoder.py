@@ -24,16 +24,20 @@ from common.memory import ASKED_FOR
 from common.speed import best_us
 from tracereader.command import BadInput, RunFailed
 
-# From the config.json of Qwen/Qwen3-0.6B.
-QWEN3_0_6B = {
-    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": True,
+# From the config.json of Qwen/Qwen3-0.6B and Qwen/Qwen3-1.7B.
+QWEN3 = {
+    "vocab_size": 151_936, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
 }  # fmt: skip
+SIZES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144},
+}
 
 
 def language_model(args) -> nn.Module:
-    """Return the model that --model names, or one of Qwen3-0.6B's sizes with random weights. Raises BadInput."""
+    """Return the model that --model names, or a Qwen3 of --size with random weights. Raises BadInput."""
     config = _config(args)
     if args.layers:
         if args.layers > config.num_hidden_layers:
@@ -57,7 +61,7 @@ def language_model(args) -> nn.Module:
 
 def _config(args):
     if args.model is None:
-        return transformers.Qwen3Config(**QWEN3_0_6B)
+        return transformers.Qwen3Config(**QWEN3, **SIZES[args.size])
     with _reachable(args.model):
         return transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=False).get_text_config()
 

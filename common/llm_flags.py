@@ -26,11 +26,12 @@ FLAGS = (
     ),
     flag(
         "--model",
-        "a causal language model of the Hub, or a folder (Qwen3-0.6B's sizes with random weights)",
+        "a causal language model of the Hub, or a folder (a Qwen3 of --size with random weights)",
         tag="{}",
         type=ModelName,
         metavar="NAME",
     ),
+    flag("--size", "which Qwen3's published sizes, with random weights (0.6b)", tag="{}", choices=("0.6b", "1.7b")),
     flag(
         "--layers",
         "use only the first N layers (all; on a CPU 4, unless --model names another model)",
@@ -108,6 +109,7 @@ def settled(args):
     tokens = args.prompt + (tokens_written(args) if args.phase == "decode" else 0)
     decodes = args.phase == "decode" and args.cache == "static" and args.dtype == "bf16"
     for wrong, why in (
+        (args.model and args.size != "0.6b", "--size is of a model with random weights: leave out --size or --model"),
         (args.tune and not args.compile, "--tune is for Inductor's kernels: add --compile"),
         (args.triton and args.compile, "--triton replaces what --compile would compile: choose one"),
         (

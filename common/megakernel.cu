@@ -46,7 +46,8 @@ struct Block {
     const Arguments& a;
     char* ring;
     Shared& s;
-    int thread, warp, lane, cluster, rank, units, slot = 0, turn = 0, buffer = 0, phase = 0;  // phase: 5 a layer
+    u32 thread, warp, lane, rank;
+    int cluster, units, slot = 0, turn = 0, buffer = 0, phase = 0;  // phase: 5 a layer
     int reads = 0;  // of the residual stream
     bool has_head;
     int set = 0, at = 0;
@@ -55,7 +56,7 @@ struct Block {
 
     __device__ Block(const Arguments& a, char* ring, Shared& s)
         : a(a), ring(ring), s(s), thread(threadIdx.x), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
-          cluster(blockIdx.x / CLUSTER), rank(blockIdx.x % CLUSTER), units(a.units[cluster + 1] - a.units[cluster]),
+          rank(blockIdx.x % CLUSTER), cluster(blockIdx.x / CLUSTER), units(a.units[cluster + 1] - a.units[cluster]),
           has_head(cluster < KV_HEADS) {}
 
     __device__ void stamp(int mark) {
@@ -150,8 +151,8 @@ struct Block {
     template <class Use>
     __device__ void finish(int tiles, Use use) {
         block_barrier();
-        for (int i = thread; i < tiles * BATCH * 64; i += THREADS) {
-            int share = i % 4, row = i / 4 % 16, sequence = i / 64 % BATCH, tile = i / 64 / BATCH;
+        for (u32 i = thread; i < (u32)tiles * BATCH * 64; i += THREADS) {
+            u32 share = i % 4, row = i / 4 % 16, sequence = i / 64 % BATCH, tile = i / 64 / BATCH;
             float y = 0, squares = 0;
             UNROLLED for (int from = share; from < WARPS; from += 4) {
                 y += s.red[buffer][from][(tile * BATCH + sequence) * 16 + row];
@@ -359,7 +360,7 @@ struct Block {
             if (lane == 0) s.newest_peak[0] = products[0], s.newest_peak[1] = products[1];
         }
         block_barrier();
-        int at = thread % DIM, h = at / 64;
+        u32 at = thread % DIM, h = at / 64;
         float higher = item.newest ? s.newest_peak[h] : -1e30f, all = 0;
         float2 y = {0, 0};
         UNROLLED for (int w = 0; w < WARPS; w++)
@@ -394,7 +395,7 @@ struct Block {
         has_input();
         constexpr int ITEMS = BATCH * SPLITS, ACROSS_HEADS = 2 * DIM / UNIT;
         // A lane computes the share of one split in one head, and gets those of its two columns from others.
-        float counts = __uint_as_float(s.parts[min(lane % 8, ITEMS - 1)][DIM + lane / 8 % 2]), higher = counts, share[2][2];
+        float counts = __uint_as_float(s.parts[min((int)(lane % 8), ITEMS - 1)][DIM + lane / 8 % 2]), higher = counts, share[2][2];
         UNROLLED for (int bit = 1; bit < SPLITS; bit *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, bit));
         counts = exp2f(counts - higher);
         counts /= total<1, SPLITS / 2>(counts);

@@ -23,8 +23,8 @@ STAGES, FEWEST_STAGES = 10, 4  # slots of the ring
 UNIT = 64  # columns between gate_up and down, the least that a cluster of blocks computes
 PHASES = ("qkv", "attend", "o", "gate_up", "down")
 SHOWN_EVERY = 33  # of the blocks, so that a trace stays small
-PACE = 115  # percent of the time that the memory takes by its data sheet
-WEIGH = 100
+PACE = 0  # percent of the time that the memory takes by its data sheet
+WEIGH = 50
 WINDOW = 3  # chunks on their way at a time: with more, other reads wait longer behind them
 
 

@@ -56,7 +56,7 @@ __device__ void send(void* to, u32 v, u32 rank, u64* barrier) {
 __device__ void expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
 }
-__device__ void await_received(u64* barrier, int parity) { AWAIT(".acquire.cluster"); }
+__device__ void await_received(u64* barrier, int parity) { AWAIT(""); }
 __device__ u64 streamed() {  // what is used once leaves the L2 cache first
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -72,7 +72,7 @@ __device__ void copy_16(void* to, const void* from) {  // as many bytes
 }
 __device__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // those of this thread
 // The compiler does not know that the number stays the same, so it keeps nothing that follows from it in registers.
-__device__ void forget(int& number) { asm volatile("" : "+r"(number)); }
+__device__ void forget(u32& number) { asm volatile("" : "+r"(number)); }
 __device__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ u64 nanoseconds() {
     u64 now;

@@ -136,7 +136,7 @@ inline u64 streamed() { return 0; }
 inline void copy_chunk(char* to, const char* from, u64* barrier, u64) { memcpy(to, from, CHUNK); arrive(barrier); }
 inline void copy_16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void copies_landed() {}
-inline void forget(int&) {}
+inline void forget(u32&) {}
 inline void prefetch(const void*) {}
 inline u64 nanoseconds() { static u64 now = 0; return ++now; }
 inline float bf16_at(u32 pair, int n) { return __uint_as_float(n ? pair & 0xffff0000u : pair << 16); }
