@@ -12,15 +12,14 @@
 //   down      its share of rows x the cluster's units        gate_up of its cluster     addends of the stream
 //   head      every so many tiles of 16 rows, norm           residual stream            logits, likeliest token
 //
-// Only the first KV_HEADS clusters have a head. The others have more units (64 columns between gate_up and down), so
-// that all blocks read about as many weights.
+// Only the first KV_HEADS clusters have a head. The others have more units, which are 64 columns between gate_up and
+// down each.
 //
 // Weights. They depend on nothing, so one warp, the producer, copies them: chunks of 16 KB, in the order in which
 // this block uses them, into a ring of STAGES slots in shared memory. It waits for free slots, never for data of
-// other blocks. At most WINDOW copies are on their way at a time, and they begin at least a.pace clock cycles apart,
-// since every other read would wait behind them. While the block waits for its input, the ring fills up for the phases
-// that follow. The host has laid the weights out so that all of a block's are contiguous and each thread finds its
-// operands of mma.m16n8k16 in 16 bytes.
+// other blocks. At most WINDOW copies are on their way at a time, since every other read would wait behind them. While
+// the block waits for its input, the ring fills up for the phases that follow. The host has laid the weights out so
+// that all of a block's are contiguous and each thread finds its operands of mma.m16n8k16 in 16 bytes.
 //
 // Data between blocks of a cluster are sent by asynchronous stores. Each of them counts at a barrier of the receiver,
 // which knows how many bytes come. A block sends the next layer's only after the stream's next value, which needs
@@ -38,7 +37,7 @@
 //
 // No deadlock. A block waits only for phases before its own, each block works through the phases in the same order,
 // and all blocks are resident at the same time: the host asks how many clusters can be, and a cooperative launch fails
-// otherwise. A wait that lasts a few million polls ends the kernel with an error.
+// otherwise. A block that polls the stream a few million times ends the kernel with an error.
 
 #include "megakernel_plan.cuh"
 
@@ -72,9 +71,9 @@ struct Block {
                : message == PARTS  ? BATCH * SPLITS * (DIM + 2) * 4
                                    : BATCH * units * UNIT * 2;
     }
-    // All bytes of the message's next time are there; then the block expects those of the time after.
+    // Waits until all bytes of a message are there, and lets the barrier expect the next layer's.
     __device__ void receive(Message message, int parity) {
-        await_received(&s.sent[message], parity);
+        await(&s.sent[message], parity);
         if (thread == 0) expect(&s.sent[message], bytes_of(message));
     }
 
@@ -85,7 +84,6 @@ struct Block {
         const char* from = a.weights + (u64)LAYERS * (CLUSTER * before + rank * each) * CHUNK;
         const char* head = a.weights + (u64)LAYERS * CLUSTER * (KV_HEADS * ATTENTION_CHUNKS + INTER / UNIT * UNIT_CHUNKS) * CHUNK;
         int tiles = (VOCAB / 16 - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
-        long long last = clock64();
         for (int i = 0; i < of_layers + tiles * ACROSS; i++) {
             if (i == of_layers) from = head + (u64)blockIdx.x * ACROSS * CHUNK;
             else if (i > of_layers && (i - of_layers) % ACROSS == 0) from += (u64)(gridDim.x - 1) * ACROSS * CHUNK;
@@ -93,10 +91,6 @@ struct Block {
             if (i >= WINDOW) {  // so many copies at a time
                 int landed = slot - WINDOW;
                 await(&s.full[landed < 0 ? landed + STAGES : landed], landed < 0 ? turn ^ 1 : turn);
-            }
-            if (i < of_layers) {
-                while (clock64() - last < a.pace) {}
-                last = clock64();
             }
             copy_chunk(ring + slot * CHUNK, from, &s.full[slot], policy);
             from += CHUNK;
@@ -248,7 +242,6 @@ struct Block {
             if (b == sequence) best[b] = max(best[b], (u64)ordered << 32 | (0xffffffffu - token));
     }
 
-
     // RMSNorm and rotary embedding of one head of the new token, or just its value; lane: columns 2 * lane and 64 on.
     __device__ void new_head(int layer, int which, bf16* keep_at) {
         receive(NEWEST, layer % 2);
@@ -307,11 +300,12 @@ struct Block {
             }
             if (tile >= tiles) break;
             int there = tokens - 16 * tile;
-            float score[2][4] = {};  // of (token, head): where four == 0
+            float score[4][4] = {};  // of (token, head): where four == 0
             UNROLLED for (int n = 0; n < 4; n++) {
-                multiply(score[0], {k[0][n].x, k[1][n].x, k[0][n].y, k[1][n].y}, {q[n].x, q[n].y});
-                multiply(score[1], {k[0][n].z, k[1][n].z, k[0][n].w, k[1][n].w}, {q[n].z, q[n].w});
+                multiply(score[n % 2], {k[0][n].x, k[1][n].x, k[0][n].y, k[1][n].y}, {q[n].x, q[n].y});
+                multiply(score[n % 2 + 2], {k[0][n].z, k[1][n].z, k[0][n].w, k[1][n].w}, {q[n].z, q[n].w});
             }
+            UNROLLED for (int n = 0; n < 4; n++) score[0][n] += score[1][n] + (score[2][n] + score[3][n]);
             UNROLLED for (int n = 0; n < 8; n++) {  // where there are no more tokens they are 0
                 int token = 16 * tile + n / 4 * 8 + 2 * four + n / 2 % 2, piece = n % 2 * 8 + group;
                 if (tile < AHEAD / 16) v[n / 2][n % 2] = *(const uint4*)&s.values[token][8 * value_piece(2 * four, piece)];
@@ -320,13 +314,13 @@ struct Block {
             }
             float shrink[2], p[4];
             UNROLLED for (int h = 0; h < 2; h++) {
-                float a0 = group < there ? (score[0][h] + score[1][h]) * scale : -1e30f;
-                float a1 = group + 8 < there ? (score[0][h + 2] + score[1][h + 2]) * scale : -1e30f;
+                float a0 = group < there ? score[0][h] * scale : -1e30f;
+                float a1 = group + 8 < there ? score[0][h + 2] * scale : -1e30f;
                 float higher = fmaxf(peak[h], fmaxf(a0, a1));
                 UNROLLED for (int bit = 4; bit <= 16; bit *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, bit));
                 shrink[h] = exp2f(peak[h] - higher), peak[h] = higher;
                 p[h] = group < there ? exp2f(a0 - higher) : 0, p[h + 2] = group + 8 < there ? exp2f(a1 - higher) : 0;
-                sum[h] = sum[h] * shrink[h] + total<4, 16>(p[h] + p[h + 2]);
+                sum[h] = sum[h] * shrink[h] + p[h] + p[h + 2];
             }
             u32 weights[2];  // of head `group`, tokens 2 * four and the next, and those 8 further on
             UNROLLED for (int n = 0; n < 2; n++) {
@@ -345,6 +339,7 @@ struct Block {
                                   __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632)}, weights);
             }
         }
+        UNROLLED for (int h = 0; h < 2; h++) sum[h] = total<4, 16>(sum[h]);
         if (four == 0 && warp < tiles) {
             UNROLLED for (int n = 0; n < 16; n++) {
                 int j = n / 2, h = n % 2;
@@ -383,7 +378,7 @@ struct Block {
         }
     }
 
-    // Rows of o and down are a warp's own: 16 of each 128. add_row(sequence, row, sum).
+    // Rows of o and down are a warp's own: 16 of each 128.
     __device__ u64* row_at(u64* stream, int down, int sequence) {
         return stream + sequence * HIDDEN + ((rank * DOWN + down) * WARPS + warp) * 16 + lane / 4;
     }
@@ -395,24 +390,26 @@ struct Block {
         has_input();
         constexpr int ITEMS = BATCH * SPLITS, ACROSS_HEADS = 2 * DIM / UNIT;
         // A lane computes the share of one split in one head, and gets those of its two columns from others.
-        float counts = __uint_as_float(s.parts[min((int)(lane % 8), ITEMS - 1)][DIM + lane / 8 % 2]), higher = counts, share[2][2];
+        float counts = __uint_as_float(s.parts[min((int)(lane % 8), ITEMS - 1)][DIM + lane / 8 % 2]), higher = counts;
+        float share[2][2];
         UNROLLED for (int bit = 1; bit < SPLITS; bit *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, bit));
         counts = exp2f(counts - higher);
         counts /= total<1, SPLITS / 2>(counts);
         UNROLLED for (int n = 0; n < 4; n++) share[n / 2][n % 2] = __shfl_sync(~0u, counts, n / 2 * 8 + lane % 4 * 2 + n % 2);
         ROLLED for (int down = 0; down < DOWN; down++) {
-            float sums[2][4] = {};
+            float sums[2][2][4] = {};  // of a head, and two so that a product need not wait for the one before it
             UNROLLED for (int c = 0; c < ACROSS_HEADS; c += 2) {
                 if (c || down) take<2>(weights);
                 UNROLLED for (int i = 0; i < 2 * PER; i++) {
                     u32 x[2];
                     operand(x, (const bf16*)s.parts[lane / 4 % CLUSTER], c * UNIT + 16 * i, lane / 4 < ITEMS);
-                    multiply(sums[c / (ACROSS_HEADS / 2)], weights[i], x);
+                    multiply(sums[c / (ACROSS_HEADS / 2)][i % 2], weights[i], x);
                 }
             }
+            UNROLLED for (int n = 0; n < 8; n++) sums[n / 4][0][n % 4] += sums[n / 4][1][n % 4];
             UNROLLED for (int row = 0; row < 2; row++) {
                 float y[2];
-                UNROLLED for (int n = 0; n < 2; n++) y[n] = share[0][n] * sums[0][2 * row + n] + share[1][n] * sums[1][2 * row + n];
+                UNROLLED for (int n = 0; n < 2; n++) y[n] = share[0][n] * sums[0][0][2 * row + n] + share[1][n] * sums[1][0][2 * row + n];
                 if (SPLITS > 1) y[0] = total<1, SPLITS / 4>(y[0] + y[1]);
                 UNROLLED for (int n = 0; n < (SPLITS > 1 ? 1 : 2); n++) {
                     int column = 2 * (lane % 4) + n;

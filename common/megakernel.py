@@ -21,10 +21,10 @@ CHUNK, HEAD_DIM, THREADS = 16384, 128, 288
 BATCH = 4  # at most
 STAGES, FEWEST_STAGES = 10, 4  # slots of the ring
 UNIT = 64  # columns between gate_up and down, the least that a cluster of blocks computes
+AHEAD = 64  # tokens of the cache that a block copies into shared memory before it needs them
 PHASES = ("qkv", "attend", "o", "gate_up", "down")
 SHOWN_EVERY = 33  # of the blocks, so that a trace stays small
-PACE = 0  # percent of the time that the memory takes by its data sheet
-WEIGH = 50
+ATTENTION_COUNTS = 0.5  # how much a cluster's chunks of attention count: in its other phases, all clusters compute
 WINDOW = 3  # chunks on their way at a time: with more, other reads wait longer behind them
 
 
@@ -46,22 +46,19 @@ def unfit(config, batch: int) -> str | None:
 
 def cluster_size(config) -> int:
     """Blocks of a cluster: each has a multiple of 128 rows of the output and down projections."""
-    return next(size for size in (8, 4, 2, 1) if config.hidden_size % (128 * size) == 0)
+    return 4 if config.hidden_size % 1024 else 8
 
 
 def shares(config, clusters: int) -> list[int]:
-    """How many units of the MLP each cluster computes, so that all read about as many weights; one at least."""
-    size, hidden = cluster_size(config), config.hidden_size
-    tall, wide = hidden // size // 128, hidden // 512  # chunks
-    attention = 4 * HEAD_DIM // 16 // size * wide + tall * 2 * HEAD_DIM // UNIT
-    unit = UNIT // 8 // size * wide + tall
-    attention = attention * WEIGH / 100
-    chunks = [attention + unit] * config.num_key_value_heads + [unit] * (clusters - config.num_key_value_heads)
-    units = [1] * clusters
+    """How many units of the MLP each cluster computes, one at least: fewer where it has a head of attention, too."""
+    size, wide = cluster_size(config), config.hidden_size // 512  # wide, tall: chunks of a tile, and of a unit in down
+    tall = config.hidden_size // size // 128
+    of_head, of_unit = 4 * HEAD_DIM // 16 // size * wide + tall * 2 * HEAD_DIM // UNIT, UNIT // 8 // size * wide + tall
+    heads = config.num_key_value_heads
+    units, chunks = [1] * clusters, [of_head * ATTENTION_COUNTS] * heads + [0] * (clusters - heads)
     for _ in range(config.intermediate_size // UNIT - clusters):
-        least = chunks.index(min(chunks))
+        least = min(range(clusters), key=lambda number: chunks[number] + units[number] * of_unit)
         units[least] += 1
-        chunks[least] += unit
     return units
 
 
@@ -77,14 +74,14 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_by_warp(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix of which each warp multiplies 16 whole rows: a chunk is 128 rows of 64 columns, 4 operands for each warp."""
+    """A matrix of which each warp multiplies 16 whole rows: a chunk is 128 rows of 64 columns, 4 operands a warp."""
     rows, columns = weight.shape
     parts = weight.reshape(rows // 128, 8, 2, 8, columns // 64, 4, 4, 2, 2)
     return parts.permute(0, 4, 1, 5, 3, 6, 7, 2, 8).flatten()
 
 
 def layer_weights(layer, size: int, units: list[int]) -> list[torch.Tensor]:
-    """The matrices of one layer for each cluster, the norms' weights multiplied in: [blocks, numbers] in their order."""
+    """One layer's matrices for each cluster, the norms' weights multiplied in: [blocks, numbers] in order of use."""
     attention, mlp = layer.self_attn, layer.mlp
     query, key, value = (
         one.weight * layer.input_layernorm.weight for one in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -96,7 +93,10 @@ def layer_weights(layer, size: int, units: list[int]) -> list[torch.Tensor]:
         parts = []
         if number < key.shape[0] // HEAD_DIM:
             one, two = (slice(number * n * HEAD_DIM, (number + 1) * n * HEAD_DIM) for n in (1, 2))
-            parts += [packed(torch.cat([query[two], key[one], value[one]])), packed_by_warp(attention.o_proj.weight[:, two])]
+            parts += [
+                packed(torch.cat([query[two], key[one], value[one]])),
+                packed_by_warp(attention.o_proj.weight[:, two]),
+            ]
         mine = slice(first, first + count * UNIT)
         parts += [packed(gate_up[mine].flatten(0, 1)), packed_by_warp(mlp.down_proj.weight[:, mine])]
         clusters.append(torch.cat([part.reshape(size, -1) for part in parts], dim=1))
@@ -105,13 +105,17 @@ def layer_weights(layer, size: int, units: list[int]) -> list[torch.Tensor]:
 
 
 def shared_bytes(stages: int, batch: int, config, most: int) -> int:
-    """Shared memory of a block, as the kernel's struct Shared has it behind the ring. most: units of a cluster."""
+    """Shared memory of a block: the ring, and behind it the kernel's struct Shared. most: units of a cluster."""
     warps, tiles = 8, 8 if batch == 1 else 4
-    floats = 2 * warps * (tiles * 16 * batch + 8) + 2 * warps * batch
-    in_front = -(-4 * floats // 16) * 16 + 4 * HEAD_DIM * 2 + 4 * (warps * 2 * HEAD_DIM + 2 * warps * 2 + 4)
-    cached = 2 * 64 * HEAD_DIM * 2 + 2 * HEAD_DIM * 2 + 4 * 2 * HEAD_DIM
-    sent = 2 * batch * (config.hidden_size + 16 + 4 * HEAD_DIM + most * UNIT + 16) + 4 * cluster_size(config) * (HEAD_DIM + 8)
-    return stages * CHUNK + -(-in_front // 16) * 16 + -(-(cached + sent + 8 * (2 * stages + 4)) // 16) * 16
+    parts = (
+        4 * 2 * warps * (tiles * 16 * batch + 8 + batch),  # results of the warps
+        2 * 4 * HEAD_DIM, 4 * (warps * (2 * HEAD_DIM + 4) + 2),  # attention
+        2 * batch * (config.hidden_size + 16),
+        2 * 2 * (AHEAD + 1) * HEAD_DIM, 4 * 2 * HEAD_DIM, 4 * batch * 2 * HEAD_DIM,  # cache, norms; rope; newest
+        4 * cluster_size(config) * (HEAD_DIM + 8), 2 * batch * (most * UNIT + 16),  # parts, act
+        8 * (2 * stages + 4),  # barriers
+    )  # fmt: skip
+    return stages * CHUNK + sum(-(-part // 16) * 16 for part in parts)
 
 
 def most_stages(room: int, batch: int, config, most: int) -> int:
@@ -127,7 +131,7 @@ def _done(result):
 
 
 def compiled(architecture: str, defines: dict, source: bytes | None = None) -> bytes:
-    """The machine code of the kernel, or of `source`, compiled by torch's NVRTC. Raises BadInput where that is missing."""
+    """The machine code of the kernel, or of `source`, compiled by torch's NVRTC. Raises BadInput without it."""
     try:
         from cuda.bindings import nvrtc
 
@@ -152,7 +156,7 @@ def compiled(architecture: str, defines: dict, source: bytes | None = None) -> b
     return code
 
 
-def prepared(model, cache, text, position, clusters: int, pace: int = 0):
+def prepared(model, cache, text, position, clusters: int):
     """What the kernel is given: its arguments as bytes, all tensors that they point to, and its sizes as defines."""
     config, batch, device = model.config, text.shape[0], text.device
     layers, kept, hidden = model.model.layers, cache.layers, config.hidden_size
@@ -177,9 +181,9 @@ def prepared(model, cache, text, position, clusters: int, pace: int = 0):
         "units": torch.tensor([0, *itertools.accumulate(units)], device=device, dtype=torch.int32),
     }  # fmt: skip
     caches = [pointer for one in kept for pointer in (one.keys.data_ptr(), one.values.data_ptr())]
-    numbers = (text.stride(0), kept[0].max_cache_len, pace, config.rms_norm_eps, layers[0].self_attn.scaling)
+    numbers = (text.stride(0), kept[0].max_cache_len, config.rms_norm_eps, layers[0].self_attn.scaling)
     pointers = [tensor.data_ptr() for tensor in tensors.values()]
-    arguments = struct.pack(f"{len(pointers)}Q3i2f4x{len(caches)}Q", *pointers, *numbers, *caches)  # struct Arguments
+    arguments = struct.pack(f"{len(pointers)}Q2i2f{len(caches)}Q", *pointers, *numbers, *caches)  # struct Arguments
     sizes = {
         "HIDDEN": hidden, "INTER": config.intermediate_size, "HEADS": config.num_attention_heads,
         "KV_HEADS": config.num_key_value_heads, "LAYERS": len(layers), "VOCAB": config.vocab_size, "BATCH": batch,
@@ -226,22 +230,6 @@ def resident_clusters(architecture: str, size: int, shared: int) -> int:
     return count
 
 
-def pace(blocks: int, device) -> int:
-    """Clock cycles in which the memory can send each block a chunk, by its clock and width."""
-    from cuda.bindings import driver
-
-    of = driver.CUdevice_attribute
-    clock, memory, width = (
-        _done(driver.cuDeviceGetAttribute(one, device.index or 0))
-        for one in (
-            of.CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
-            of.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
-            of.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
-        )
-    )
-    return round(PACE / 100 * blocks * CHUNK * clock / (2 * memory * width / 8))
-
-
 def decoding(model, cache, text, position, inside: bool = False, stages: int | None = None, **defines):
     """The step that decodes one token of each sequence: () -> logits, [batch, vocabulary].
 
@@ -267,7 +255,7 @@ def decoding(model, cache, text, position, inside: bool = False, stages: int | N
     if stages < FEWEST_STAGES:
         raise BadInput(f"--persistent needs more shared memory than {properties.name} has")
     shared, blocks = shared_bytes(stages, batch, config, most), clusters * size
-    arguments, tensors, sizes = prepared(model, cache, text, position, clusters, pace(blocks, device))
+    arguments, tensors, sizes = prepared(model, cache, text, position, clusters)
     sizes |= {"STAGES": stages, "WINDOW": WINDOW, "SHARED": shared}
     sizes |= {"STAMPS": 1} if inside else {}
     module, kernel = loaded(compiled(architecture, sizes | defines), b"decode_step", shared)

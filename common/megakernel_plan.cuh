@@ -1,5 +1,5 @@
 // megakernel.cu's sizes, what is where in memory, and which block computes what. The host defines the names in capitals
-// that are not defined here: the model's sizes, and those of the ring of weights.
+// that are not defined here: the model's sizes, those of the ring of weights, and how the MLP is shared.
 #pragma once
 
 #include "megakernel_ptx.cuh"
@@ -16,7 +16,7 @@ constexpr int TOGETHER = ACROSS % 2 ? 1 : 2;         // chunks of a tile that a 
 constexpr int AHEAD = 64;                            // tokens of a split that are copied into shared memory
 constexpr int SPLITS = CLUSTER / BATCH;              // of the text in attention: one block each
 constexpr int TILES = BATCH == 1 ? 8 : 4;            // at most, between two barriers of the block
-constexpr int RED = TILES * BATCH * 16 + 8;          // floats of a warp's results; 8 avoid bank conflicts, as 16 numbers do
+constexpr int RED = TILES * BATCH * 16 + 8;          // floats of a warp's results; 8 avoid bank conflicts
 constexpr u32 SPINS = 1 << 22;
 constexpr float FIXED = 1 << 28;  // of the residual stream: steps of 4e-9, and 1e8 at most
 static_assert(HEADS == 2 * KV_HEADS && HIDDEN % (128 * CLUSTER) == 0 && HIDDEN % 512 == 0 && INTER % UNIT == 0, "sizes");
@@ -28,7 +28,7 @@ struct Shared {  // behind the ring
     float squares[2][WARPS][BATCH];
     alignas(16) bf16 heads[4][DIM];  // of the new token: two queries, key, value
     float attended[WARPS][2][DIM];
-    float peak[WARPS][2], sum[WARPS][2], newest_peak[4];
+    float peak[WARPS][2], sum[WARPS][2], newest_peak[2];
     alignas(16) bf16 stream[BATCH][HIDDEN + 16];
     alignas(16) bf16 keys[AHEAD][DIM], values[AHEAD][DIM];
     alignas(16) bf16 head_norms[2][DIM];
@@ -65,12 +65,12 @@ struct Arguments {
     u64* state;                  // step, blocks that have ended, likeliest token of each sequence
     u64* stamps;                 // [blocks, 2 * (5 * LAYERS + 1) + 1]: with STAMPS, nanoseconds; 0 where a block has no tile
     const int* units;            // [clusters + 1]: of act, in front of each cluster's
-    int room, cache_len, pace;   // pace: clock cycles between two copies of weights, at least
+    int room, cache_len;
     float eps, scaling;
     bf16* caches[LAYERS][2];  // keys, values: [BATCH, KV_HEADS, cache_len, DIM]
 };
 
-// A split's older tokens are begin to end. A warp takes 16 of them at a time, and the newest token by itself.
+// A split's older tokens are begin to end. A warp takes 16 of them at a time. One split has the newest token, too.
 struct Item {
     int sequence, begin = 0, end = 0;
     bool there = false, newest = false;

@@ -35,10 +35,12 @@ __device__ void barrier_init(u64* barrier, u32 arrivals) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ void arrive(u64* barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory"); }
-#define AWAIT(SCOPE) \
-    asm volatile("{ .reg .pred p;\n\tAGAIN: mbarrier.try_wait.parity" SCOPE ".shared::cta.b64 p, [%0], %1;\n\t@!p bra AGAIN; }" \
-                 ::"r"(address(barrier)), "r"(parity) : "memory")
-__device__ void await(u64* barrier, int parity) { AWAIT(""); }
+// For data of this block's shared memory, so it acquires at the block's scope, also where other blocks of the cluster have
+// written them: a wait that acquires at the cluster's scope empties the L1 cache.
+__device__ void await(u64* barrier, int parity) {
+    asm volatile("{ .reg .pred p;\n\tAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t@!p bra AGAIN; }"
+                 ::"r"(address(barrier)), "r"(parity) : "memory");
+}
 // Shared memory of the cluster's blocks: what is sent counts at the receiver's barrier, which expects so many bytes.
 __device__ void cluster_barrier() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -56,7 +58,6 @@ __device__ void send(void* to, u32 v, u32 rank, u64* barrier) {
 __device__ void expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
 }
-__device__ void await_received(u64* barrier, int parity) { AWAIT(""); }
 __device__ u64 streamed() {  // what is used once leaves the L2 cache first
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -42,7 +42,12 @@ with torch.no_grad():
     model(text[:, :prompt], past_key_values=cache)
 arguments, tensors, sizes = megakernel.prepared(model, cache, text, position, clusters)
 blocks = clusters * sizes["CLUSTER"]
-sizes |= {"STAGES": STAGES, "WINDOW": 2, "SHARED": megakernel.shared_bytes(STAGES, batch, model.config, sizes["MOST"]), "STAMPS": 1}
+sizes |= {
+    "STAGES": STAGES,
+    "WINDOW": 2,
+    "SHARED": megakernel.shared_bytes(STAGES, batch, model.config, sizes["MOST"]),
+    "STAMPS": 1,
+}
 with tempfile.TemporaryDirectory() as folder:
     source, library = Path(folder) / "decode.cpp", Path(folder) / "decode.so"
     source.write_text(PROGRAM.format(here=HERE, common=HERE.parent / "common"))

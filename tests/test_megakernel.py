@@ -39,25 +39,58 @@ def test_the_order_of_columns_in_a_product_is_one_of_all_sixteen():
     assert sorted(map(column_of, range(16))) == list(range(16))
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_a_lane_finds_its_operands_in_sixteen_bytes(splits):
-    rows, columns = 32, 1024 * splits
+def test_a_lane_finds_its_operands_in_sixteen_bytes():
+    rows, columns = 32, 1024
     weight = torch.arange(rows * columns).reshape(rows, columns)
-    chunks = 2
-    laid_out = megakernel.packed(weight, splits).reshape(splits, rows // 16, chunks, 32, 32, 8)
-    for split, tile, chunk, operand, lane in ((0, 0, 0, 0, 0), (splits - 1, 1, 1, 31, 31), (0, 1, 0, 5, 13)):
-        first = split * 1024 + chunk * 512 + operand * 16
+    laid_out = megakernel.packed(weight).reshape(rows // 16, 2, 32, 32, 8)  # tiles, chunks, operands, lanes
+    for tile, chunk, operand, lane in ((0, 0, 0, 0), (1, 1, 31, 31), (1, 0, 5, 13)):
+        first = chunk * 512 + operand * 16
         wanted = [weight[tile * 16 + row, first + column_of(k)].item() for row, k in fragment(lane)]
-        assert laid_out[split, tile, chunk, operand, lane].tolist() == wanted
+        assert laid_out[tile, chunk, operand, lane].tolist() == wanted
 
 
-def test_the_output_projection_is_laid_out_head_by_head():
-    weight = torch.arange(128 * 512).reshape(128, 512)
-    laid_out = megakernel.packed_by_head(weight).reshape(2, 2, 2, 16, 2, 32, 8)  # head, 64 rows, chunk, columns, rows
-    for head, rows, chunk, columns, half, lane in ((0, 0, 0, 0, 0, 0), (1, 1, 1, 15, 1, 31), (1, 0, 1, 3, 0, 9)):
-        top, left = rows * 64 + chunk * 32 + half * 16, head * 256 + columns * 16
+def test_a_warp_finds_whole_rows_of_the_output_projection():
+    weight = torch.arange(256 * 128).reshape(256, 128)
+    laid_out = megakernel.packed_by_warp(weight).reshape(2, 2, 8, 4, 32, 8)  # 128 rows, 64 columns, warps, operands
+    for rows, chunk, warp, operand, lane in ((0, 0, 0, 0, 0), (1, 1, 7, 3, 31), (1, 0, 2, 1, 9)):
+        top, left = rows * 128 + warp * 16, chunk * 64 + operand * 16
         wanted = [weight[top + row, left + column_of(k)].item() for row, k in fragment(lane)]
-        assert laid_out[head, rows, chunk, columns, half, lane].tolist() == wanted
+        assert laid_out[rows, chunk, warp, operand, lane].tolist() == wanted
+
+
+@pytest.mark.parametrize("change", [{}, {"hidden_size": 2048, "intermediate_size": 6144}])
+@pytest.mark.parametrize("clusters", [8, 15, 16])
+def test_the_clusters_share_the_mlp(change, clusters):
+    config = SimpleNamespace(**QWEN | change)
+    units = megakernel.shares(config, clusters)
+    assert len(units) == clusters and min(units) >= 1
+    assert sum(units) * megakernel.UNIT == config.intermediate_size
+    with_head, without = units[:8], units[8:]
+    assert max(with_head) - min(with_head) <= 1
+    assert not without or max(with_head) < min(without), "attention keeps the others waiting"
+
+
+def test_all_weights_of_a_layer_are_laid_out_once():
+    config = SimpleNamespace(hidden_size=512, intermediate_size=1024, num_key_value_heads=2)
+
+    def numbered(rows, columns, first):
+        return SimpleNamespace(
+            weight=torch.arange(first, first + rows * columns, dtype=torch.float64).view(rows, columns)
+        )
+
+    heads, kv_heads, inside = 4 * 128, 2 * 128, config.intermediate_size
+    shapes = [(heads, 512), (kv_heads, 512), (kv_heads, 512), (512, heads), (inside, 512), (inside, 512), (512, inside)]
+    first = [1 + sum(rows * columns for rows, columns in shapes[:n]) for n in range(len(shapes) + 1)]
+    q, k, v, o, gate, up, down = (numbered(*shape, start) for shape, start in zip(shapes, first[:-1], strict=True))
+    norm = SimpleNamespace(weight=torch.ones(512, dtype=torch.float64))
+    layer = SimpleNamespace(
+        self_attn=SimpleNamespace(q_proj=q, k_proj=k, v_proj=v, o_proj=o), input_layernorm=norm,
+        mlp=SimpleNamespace(gate_proj=gate, up_proj=up, down_proj=down), post_attention_layernorm=norm,
+    )  # fmt: skip
+    clusters = megakernel.layer_weights(layer, megakernel.cluster_size(config), megakernel.shares(config, 3))
+    assert len(clusters) == 3 and all(len(one) == 4 for one in clusters)
+    numbers = torch.cat([one.flatten() for one in clusters]).sort().values
+    assert torch.equal(numbers, torch.arange(1, first[-1], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +100,7 @@ def test_the_output_projection_is_laid_out_head_by_head():
         ({"head_dim": 64}, 1, "128 columns"),
         ({"num_attention_heads": 32}, 1, "two query heads"),
         ({"hidden_size": 1280}, 1, "512 divides"),
-        ({"intermediate_size": 3584}, 1, "1024 divides"),
+        ({"intermediate_size": 3100}, 1, "64 divides"),
         ({"vocab_size": 50_257}, 1, "16 divides"),
     ],
 )
@@ -79,9 +112,10 @@ def test_sizes_that_the_kernel_cannot_compute_are_named(change, batch, why):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_ring_and_results_fit_into_the_shared_memory_of_a_block(batch):
     config, of_h200 = SimpleNamespace(**QWEN), 232_448
-    stages = megakernel.most_stages(of_h200, batch, config)
-    assert stages >= 8 and megakernel.shared_bytes(stages, batch, config) <= of_h200
-    assert megakernel.most_stages(64 * 1024, batch, config) < megakernel.FEWEST_STAGES
+    most = max(megakernel.shares(config, 15))
+    stages = megakernel.most_stages(of_h200, batch, config, most)
+    assert stages >= 8 and megakernel.shared_bytes(stages, batch, config, most) <= of_h200
+    assert megakernel.most_stages(64 * 1024, batch, config, most) < megakernel.FEWEST_STAGES
 
 
 def test_without_nvrtc_one_line_says_so(monkeypatch):
@@ -95,7 +129,8 @@ def test_it_compiles_for_hopper_without_a_gpu():
     config = SimpleNamespace(**QWEN)
     sizes = {
         "HIDDEN": 1024, "INTER": 3072, "HEADS": 16, "KV_HEADS": 8, "LAYERS": 28, "VOCAB": 151_936, "BATCH": 1,
-        "STAGES": 10, "WINDOW": 2, "SHARED": megakernel.shared_bytes(10, 1, config),
+        "CLUSTER": 8, "MOST": 4, "STAGES": 10, "WINDOW": megakernel.WINDOW,
+        "SHARED": megakernel.shared_bytes(10, 1, config, 4),
     }  # fmt: skip
     assert megakernel.compiled("sm_90", sizes).startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match="the host asks for another size"):
@@ -114,12 +149,12 @@ def emulated(*sizes: int) -> str:
 
 @pytest.mark.exhaustive
 def test_the_plan_computes_eagers_tokens():
-    """Threads of a CPU in the place of the GPU's. Five blocks have several tiles each in most phases."""
-    assert emulated(2, 17, 5) == "batch 2, prompt 17, 5 blocks: eager's tokens\n"
+    """Contexts of a CPU in the place of the GPU's threads. The third cluster has no head of attention."""
+    assert emulated(2, 17, 3) == "batch 2, prompt 17, 12 blocks: eager's tokens\n"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 600, 4), (3, 33, 7), (4, 40, 40)])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 600, 2), (3, 33, 3), (4, 40, 10)])
 def test_the_plan_computes_eagers_tokens_at_other_sizes(sizes):
     assert emulated(*sizes).endswith("eager's tokens\n")
 
@@ -180,7 +215,15 @@ WHOLE = ("--warmup", "--layers", "3")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "flags", [("--prompt", "1"), ("--prompt", "33"), ("--prompt", "900"), ("--batch", "2"), ("--batch", "4")]
+    "flags",
+    [
+        ("--prompt", "1"),
+        ("--prompt", "33"),
+        ("--prompt", "900"),
+        ("--batch", "2"),
+        ("--batch", "4"),
+        ("--size", "1.7b"),
+    ],
 )
 def test_one_kernel_a_step_writes_eagers_tokens(run, tmp_path, capsys, flags):
     assert run("05_llm", *WHOLE, "--persistent", *flags) == 0
