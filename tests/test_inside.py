@@ -87,7 +87,7 @@ def test_the_section_says_how_many_blocks_recorded_and_how_long_they_wait(capsys
     slices = raw_slices(document_of(PERSISTENT))
     share = sum(one["dur"] for one in slices if one["name"].startswith("wait")) / sum(one["dur"] for one in slices)
     sentence = (
-        f"4 of 132 blocks of decode_step recorded their phases in #4: {share:.0%} of the recorded time is waiting."
+        f"4 of 120 blocks of decode_step recorded their phases in #4: {share:.0%} of the recorded time is waiting."
     )
     assert sentence in screen
     head = [one["dur"] for one in slices if one["name"] == "head"]
@@ -193,12 +193,21 @@ def test_the_page_draws_the_lanes_apart_from_threads_and_streams(tmp_path):
     )
 
 
-def test_a_step_of_one_kernel_with_a_block_on_each_multiprocessor_is_named(capsys):
+@pytest.mark.parametrize(("blocks", "named"), [(120, True), (132, True), (66, True), (65, False), (133, False)])
+def test_a_step_of_one_kernel_with_a_block_on_most_multiprocessors_is_named(capsys, tmp_path, blocks, named):
     document = document_of(PERSISTENT)
     (properties,) = document["deviceProperties"]
     kernels = [one for one in document["traceEvents"] if one.get("cat") == "kernel"]
-    assert {(one["name"], *one["args"]["grid"]) for one in kernels} == {("decode_step", properties["numSms"], 1, 1)}
-    sentence = "all of its work is one persistent kernel: decode_step, with 132 blocks on 132 multiprocessors"
-    assert sentence in " ".join(shown(capsys, PERSISTENT).split())
+    assert {(one["name"], *one["args"]["grid"]) for one in kernels} == {("decode_step", 120, 1, 1)}
+    assert properties["numSms"] == 132
+    for one in kernels:
+        one["args"]["grid"] = [blocks, 1, 1]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    sentence = f"all of its work is one persistent kernel: decode_step, with {blocks} blocks on 132 multiprocessors"
+    assert (sentence in " ".join(shown(capsys, path).split())) == named
+
+
+def test_a_step_of_one_known_kernel_is_not_called_persistent(capsys):
     one_known_kernel = H200 / "01_matmul_add/4096_bf16_warm_eager_addmm.json.gz"
     assert "persistent" not in shown(capsys, one_known_kernel)

@@ -350,13 +350,13 @@ def bound_by(summary: Summary) -> str:
 
 
 def _persistent(summary: Summary) -> str:
-    """Return a clause on a step that is one kernel with a block on each multiprocessor; "" for another step."""
+    """Return a clause on a step that is one kernel with a block on most multiprocessors; "" for another step."""
     sms, work = summary.source.sms, summary.gpu_work
-    if len(work) != 1 or not sms or work[0].family != "unknown" or not work[0].grid or math.prod(work[0].grid) != sms:
+    blocks = math.prod(work[0].grid or ()) if len(work) == 1 and work[0].family == "unknown" else 0
+    if not sms / 2 <= blocks <= sms or not blocks:
         return ""
-    return (
-        f"all of its work is one persistent kernel: {short(work[0].name)}, with {sms} blocks on {sms} multiprocessors"
-    )
+    name = short(work[0].name)
+    return f"all of its work is one persistent kernel: {name}, with {blocks} blocks on {sms} multiprocessors"
 
 
 def _largest_family(gpu: GpuTime) -> str:
