@@ -13,7 +13,6 @@ from tracereader.findings.steps import busy_machine
 from tracereader.trace import read
 
 SAYS = "something else was probably using the CPU's cores"
-LESSON = {"script": "01_matmul_add", "flags": {"dtype": "fp32"}, "facts": {"roofs": {"tflops": 0.1, "gb_s": 10.0}}}
 SHAPES = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
 
 
