@@ -3,7 +3,9 @@
 import gzip
 import itertools
 import json
+import re
 import struct
+import sys
 import time
 
 import pytest
@@ -176,14 +178,14 @@ BROKEN = {
     "cut in a packet": (BYTES[:-3], "cut short"),
     "cut between packets": (HEAD + TRACK + TABLE + begin(1500, "outer"), "have no end"),
     "an end without a begin": (HEAD + TRACK + TABLE + end(1500), "did not begin"),
-    "an endless number": (HEAD + b"\x0a" + b"\xff" * 1000, "ten bytes"),
-    "an endless number in a packet": (HEAD + field(1, b"\x40" + b"\xff" * 1000), "ten bytes"),
+    "an endless number": (HEAD + b"\x0a" + b"\xff" * 1000, "broken"),
+    "an endless number in a packet": (HEAD + field(1, b"\x40" + b"\xff" * 1000), "broken"),
     "a huge length": (HEAD + b"\x0a" + varint(2**62) + b"\x40", "cut short"),
     "a huge length in a packet": (HEAD + field(1, b"\x5a" + varint(2**62)), "cut short"),
-    "a group": (HEAD + field(1, b"\x43\x44"), "wire type 3"),
-    "wire type 7": (HEAD + b"\x0f", "wire type 7"),
-    "another message": (HEAD + field(2, "x"), "not a packet"),
-    "deep lists": (HEAD + TRACK + TABLE + begin(1500, "outer", deep(400)) + end(1600), "deep"),
+    "a group": (HEAD + field(1, b"\x43\x44"), "did not write it"),
+    "wire type 7": (HEAD + b"\x0f", "broken"),
+    "another message": (HEAD + field(2, "x"), "did not write it"),
+    "deep lists": (HEAD + TRACK + TABLE + begin(1500, "outer", deep(400)) + end(1600), "broken"),
     "compressed packets": (HEAD + packet((50, b"\x78\x9c")), "compressed"),
     "ends before it begins": (HEAD + TRACK + TABLE + begin(1500, "outer") + end(1400), "no usable duration"),
     "no slices": (HEAD + TRACK + TABLE, "did not write it"),
@@ -201,6 +203,15 @@ def test_a_broken_file_gets_one_line_and_status_2(name, packed, tmp_path, capsys
     assert cli.main([str(file), "--limit", "10000000"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and why in err and file.name in err
+
+
+def test_without_protobuf_the_command_that_installs_it_is_given(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "run.pftrace"
+    file.write_bytes(BYTES)
+    monkeypatch.setitem(sys.modules, "google.protobuf.message", None)
+    pftrace._classes.cache_clear()
+    assert cli.main([str(file)]) == 2
+    assert re.fullmatch(r".*run\.pftrace: .* this command installs it: .* protobuf\n", capsys.readouterr().err)
 
 
 def test_wherever_a_file_is_cut_it_is_refused(tmp_path, capsys):

@@ -24,6 +24,13 @@ class BadInput(Exception):
     """An error that the user can fix. Printed as one line; exit status 2."""
 
 
+class MissingPackage(OSError):
+    """A package that reads a file is missing. The text ends in the command that installs it, so nothing may follow."""
+
+    def __init__(self, what: str, package: str):
+        super().__init__(f"a package for {what} is missing; this command installs it: {install_command(package)}")
+
+
 class RunFailed(Exception):
     """The run finished, but its result is not valid. Printed as one line; exit status 1."""
 

@@ -20,7 +20,7 @@ from typing import BinaryIO, Generic, Literal, TypeVar
 import msgspec
 
 from tracereader import progress
-from tracereader.command import NONE_IN_FOLDER, is_trace, is_url
+from tracereader.command import NONE_IN_FOLDER, MissingPackage, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace
 from tracereader.trace.decoded import REPLACEMENT, decoded, printable_text
@@ -288,9 +288,9 @@ def _refusals(path: Path) -> Iterator[None]:
         raise TraceError(f"{path}: a folder, not a trace; name the .json file in it") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
         raise TraceError(f"{path}: broken gzip ({problem})") from None
+    except MissingPackage as problem:
+        raise TraceError(f"{path}: {problem}") from None
     except (OSError, ValueError) as problem:
-        if getattr(problem, "ends_in_command", False):
-            raise TraceError(f"{path}: {problem}") from None
         raise TraceError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from None
 
 

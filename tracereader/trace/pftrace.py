@@ -1,33 +1,65 @@
 """Converts Perfetto's format (.pftrace), as torch 2.15 writes it, to Chrome's JSON.
 
-A file is a sequence of packets in protobuf's wire format. This module reads the packets that torch writes: slices of
-CPU threads, GPU work, counters, and the tables of names that they refer to by number. All other packets are skipped.
-The numbers of the fields are those of Perfetto's reference of its trace packets.
+A file is a message of protobuf, a sequence of packets. This module reads the packets that torch writes: slices of CPU
+threads, GPU work, counters, and the tables of names that they refer to by number. protobuf, an extra of the package,
+skips all others. The names and numbers of the fields are those of Perfetto's reference of its trace packets.
 
 In this format torch leaves out the devices' properties, the distributed run, allocations, arrows, and the facts that a
 script stored.
 """
 
 import re
-import struct
-from collections import deque
-from collections.abc import Iterator
-from functools import lru_cache
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from functools import cache, lru_cache
 
 import msgspec
 
+from tracereader.command import MissingPackage
 from tracereader.trace.labels import AUTOGRAD
 
-# How a field begins: (its number << 3) + its wire type. With another wire type it is a field that is not known.
-TIME, SEQUENCE, FLAGS = 0x40, 0x50, 0x68
-CLOCKS, SLICE, NAMES, TRACK, WORK, COUNTERS = 0x32, 0x5A, 0x62, 482, 426, 418
-PACKED = (402, 1066)  # packets compressed once more, which torch does not write
-CATEGORIES, EVENTS, ARGUMENTS, TEXTS, STAGES, LAUNCH = 0x0A, 0x12, 0x1A, 234, 194, 8010  # tables of names
-COUNTED = 378  # the table of the groups of counters
+PACKAGE = "protobuf"
+# Each message with the names, the numbers and the types of its fields. "*": the field is repeated. "|": a message has
+# at most one of its fields with this mark. Texts are bytes, because a text may be broken; so are the messages of which
+# many are equal, because those are read once, and packets, because all at once would take much memory.
+MESSAGES = """
+Trace: packet 1 *bytes
+Packet: timestamp 8 uint64, trusted_packet_sequence_id 10 uint64, sequence_flags 13 uint64, interned_data 12 Interned
+Packet: clock_snapshot 6 |Clocks, track_event 11 |Slice, track_descriptor 60 |Track, gpu_counter_event 52 |Counters
+Packet: gpu_render_stage_event 53 |Work, compressed_packets 50 |bytes, zstd_compressed_packets 133 |bytes
+Clocks: clocks 1 *Clock
+Clock: clock_id 1 uint64, timestamp 2 uint64
+Slice: type 9 uint64, track_uuid 11 uint64, name_iid 10 uint64, category_iids 3 uint64, debug_annotations 4 *bytes
+Argument: name_iid 1 uint64, name 10 bytes, bool_value 2 |bool, uint_value 3 |uint64, int_value 4 |int64
+Argument: double_value 5 |double, string_value 6 |bytes, pointer_value 7 |uint64, string_value_iid 17 |uint64
+Argument: dict_entries 11 *Argument, array_values 12 *Argument
+Interned: event_categories 1 *Entry, event_names 2 *Entry, debug_annotation_names 3 *Entry
+Interned: debug_annotation_string_values 29 *Entry, gpu_specifications 24 *Entry, compute_arg_names 1001 *Entry
+Interned: gpu_counter_descriptors 47 *CounterGroup
+Entry: iid 1 uint64, name 2 bytes
+CounterGroup: iid 1 uint64, gpu_counter_descriptor 2 Specs, gpu_id 3 int64
+Specs: specs 1 *Entry
+Track: uuid 1 uint64, parent_uuid 5 uint64, process 3 Process, thread 4 Thread
+Process: pid 1 int64, process_name 6 bytes
+Thread: pid 1 int64, tid 2 int64, thread_name 5 bytes
+Work: event_id 1 uint64, duration 2 int64, gpu_id 11 int64, hw_queue_iid 13 uint64, stage_iid 14 uint64
+Work: event_wait_ids 18 *uint64, name_iid 20 uint64, compute_kernel 21 bytes, extra_data 6 *bytes
+ExtraData: name 1 bytes, value 2 bytes
+Launch: grid_size 1 Sizes, workgroup_size 2 Sizes, args 3 *LaunchArgument
+Sizes: x 1 uint64, y 2 uint64, z 3 uint64
+LaunchArgument: name_iid 1 uint64, uint_value 4 uint64
+Counters: counters 2 *Counter, counter_descriptor_iid 4 uint64
+Counter: counter_id 1 uint64, int_value 2 |int64, double_value 3 |double
+"""
+# The tables of names, and that of the groups of counters.
+TABLES = CATEGORIES, EVENTS, ARGUMENTS, TEXTS, STAGES, LAUNCH = (
+    "event_categories", "event_names", "debug_annotation_names", "debug_annotation_string_values",
+    "gpu_specifications", "compute_arg_names",
+)  # fmt: skip
+COUNTED = "gpu_counter_descriptors"
 REAL_TIME, SINCE_BOOT = 6, 1  # clocks
-CLEARED = 1  # a bit of FLAGS: the tables so far no longer hold
+CLEARED = 1  # a bit of a packet's flags: the tables so far no longer hold
 BEGIN, END = 1, 2
-DEEPEST = 100  # of lists in lists
 # The categories of torch's JSON, by the names of the GPU's stages.
 CATEGORY_OF = {
     "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Annotation": "gpu_user_annotation",
@@ -42,13 +74,7 @@ FIRST_GPU = 5_000_000  # in the order of processes: what torch writes in JSON
 GRAPH_ARROWS = 1 << 40  # the first number of the arrows between a graph's nodes, above all correlations
 KEPT = 10_000  # arguments whose JSON is kept, because many slices have the same shapes
 
-_VARINT = rb"[\x80-\xff]{0,9}[\x00-\x7f]"
-# A packet with the begin or the end of a slice in the order of torch's fields, up to the slice's arguments.
-_SLICE = re.compile(
-    rb"\x0a(V)\x40(V)\x50(V)(?:\x68\x02)?\x5a(V)\x48([\x01\x02])\x58(V)(?:\x50(V))?(?:\x18(V))?".replace(b"V", _VARINT),
-    re.DOTALL,
-)
-_FIRST = re.compile(rb"\x0a%b[\x32\x40\x50\x5a\x62\x68\xe2]" % _VARINT, re.DOTALL)
+_FIRST = re.compile(rb"\x0a[\x80-\xff]{0,9}[\x00-\x7f][\x32\x40\x50\x5a\x62\x68\xe2]", re.DOTALL)
 # Two expressions, because one with anything between them is quadratic in the number of equal arguments.
 _FORWARD, _SEQUENCE = re.compile(rb'"Fwd thread id":(\d+),'), re.compile(rb'"Sequence number":(\d+)')
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d{0,17})")
@@ -66,82 +92,61 @@ def is_one(data: bytes) -> bool:
 
 
 def as_json(data: bytes, limit: int) -> bytes:
-    """Return the trace in Chrome's JSON, as torch writes it. Raises Broken.
+    """Return the trace in Chrome's JSON, as torch writes it. Raises Broken, and MissingPackage without protobuf.
 
     limit: the most bytes that the JSON may have.
     """
-    reader = _Reader(data, limit, oldest_first=True)
+    packets = _parsed("Trace", data).packet
+    reader = _Reader(packets, limit, oldest_first=True)
     if reader.in_order and reader.nested:
         # torch 2.15 writes the begins of many slices and then their ends in the same order. A file in the order of
         # time is another writer's: there, an end belongs to the slice that began last.
-        reader = _Reader(data, limit, oldest_first=False)
+        reader = _Reader(packets, limit, oldest_first=False)
     return reader.whole()
 
 
-def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a number, and the position of the next field."""
-    value = shift = 0
-    while at < end:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, at
-        shift += 7
-        if shift == 70:
-            raise Broken("a number in it has more than ten bytes")
-    raise Broken("it is cut short: it ends within a number")
+@cache
+def _classes() -> tuple[dict[str, type], type[Exception]]:
+    """Return protobuf's classes of the messages by name, and the error that they raise. Raises MissingPackage."""
+    try:
+        from google.protobuf import descriptor_pool, message_factory
+        from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+        from google.protobuf.message import DecodeError
+    except ImportError:
+        raise MissingPackage("Perfetto's format", PACKAGE) from None
+    messages: dict[str, list[str]] = {}
+    for line in MESSAGES.strip().splitlines():
+        name, _, fields = line.partition(": ")
+        messages.setdefault(name, []).extend(fields.split(", "))
+    file = FileDescriptorProto(name="torch.proto", package="torch")
+    for name, fields in messages.items():
+        message = file.message_type.add(name=name)
+        for said in fields:
+            field_name, number, kind = said.split()
+            field = message.field.add(name=field_name, number=int(number))
+            field.label = field.LABEL_REPEATED if kind[0] == "*" else field.LABEL_OPTIONAL
+            if kind[0] == "|":
+                field.oneof_index = 0
+                if not message.oneof_decl:
+                    message.oneof_decl.add(name="one")
+            kind = kind.lstrip("*|")
+            if kind in messages:
+                field.type, field.type_name = field.TYPE_MESSAGE, f".torch.{kind}"
+            else:
+                field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = {name: pool.FindMessageTypeByName(f"torch.{name}") for name in messages}
+    return {name: message_factory.GetMessageClass(one) for name, one in found.items()}, DecodeError
 
 
-def _field(data: bytes, at: int, end: int) -> tuple[int, int | bytes, int]:
-    """Return a field's tag, its value (bytes for a field with a length), and the position of the next field."""
-    tag, at = _varint(data, at, end)
-    wire = tag & 7
-    if wire == 0:
-        value, at = _varint(data, at, end)
-        return tag, value, at
-    if wire == 2:
-        length, at = _varint(data, at, end)
-    elif wire in (1, 5):
-        length = 8 if wire == 1 else 4
-    else:
-        raise Broken(f"a field in it has wire type {wire}, which Perfetto does not use")
-    if length > end - at:
-        raise Broken(f"it is cut short: a field has {length:,} bytes, and {end - at:,} are left")
-    return tag, data[at : at + length], at + length
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a message: each tag and value."""
-    at, end = 0, len(data)
-    while at < end:
-        tag, value, at = _field(data, at, end)
-        yield tag, value
-
-
-def _numbers(data: bytes) -> Iterator[int]:
-    """Yield the numbers of a packed field."""
-    at, end = 0, len(data)
-    while at < end:
-        number, at = _varint(data, at, end)
-        yield number
-
-
-@lru_cache(4096)
-def _number(raw: bytes) -> int:
-    return _varint(raw, 0, len(raw))[0]
-
-
-def _time(raw: bytes) -> int:
-    """Return a time in ns since 1970. It is fast because only the lowest bits change from slice to slice."""
-    if len(raw) < 5:
-        return _number(raw)
-    low = raw[0] & 0x7F | (raw[1] & 0x7F) << 7 | (raw[2] & 0x7F) << 14 | (raw[3] & 0x7F) << 21
-    return (low | _number(raw[4:]) << 28) & 0xFFFF_FFFF_FFFF_FFFF
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+def _parsed(name: str, data: bytes):
+    """Return the message of this name in the bytes. Raises Broken."""
+    classes, cannot_read = _classes()
+    try:
+        return classes[name].FromString(data)
+    except cannot_read:
+        raise Broken("it is cut short or broken: protobuf cannot read it") from None
 
 
 @lru_cache(4096)
@@ -165,32 +170,26 @@ def _us(ns: int) -> bytes:
 @lru_cache(4096)
 def _said(data: bytes) -> tuple[str, object]:
     """Return an argument of GPU work: its name in torch's JSON, and its value."""
-    found = dict(_fields(data))
-    name, value = (_text(found.get(tag, b"")) for tag in (0x0A, 0x12))
+    found = _parsed("ExtraData", data)
+    name, value = _text(found.name), _text(found.value)
     return RENAMED.get(name, name), int(value) if name not in TEXT and _WHOLE.fullmatch(value) else value
 
 
-@lru_cache(4096)
-def _sizes(data: bytes) -> list[int]:
-    found = dict(_fields(data))
-    return [found.get(tag, 0) for tag in (0x08, 0x10, 0x18)]
-
-
 class _Reader:
-    """Reads a file in one pass, and writes its events as JSON at once.
+    """Reads the packets in one pass, and writes their events as JSON at once.
 
     oldest_first: an end belongs to the slice of its track that began first, not to the one that began last.
     """
 
-    def __init__(self, data: bytes, limit: int, oldest_first: bool):
+    def __init__(self, packets: Iterable[bytes], limit: int, oldest_first: bool):
         self.limit, self.oldest_first = limit, oldest_first
         self.size = 0
         self.events: list[bytes] = []
-        self.names: dict[int, dict] = {}  # by table and number, of the sequence that is being read
+        self.names: dict[str, dict] = {}  # by table and number, of the sequence that is being read
         self.sequences = {0: self.names}
         self.sequence = 0
         self.tracks: dict[int, tuple[bytes, str]] = {}  # where its slices stand; their category if they do not say it
-        self.waiting: dict[int, deque] = {}  # by track: the slices whose end has not come
+        self.waiting: dict[int, deque] = defaultdict(deque)  # by track: the slices whose end has not come
         self.latest = 0
         self.in_order, self.nested = True, False
         self.real_time = self.since_boot = 0
@@ -198,75 +197,45 @@ class _Reader:
         self.ops: list[tuple] = []  # of autograd: start, thread of the forward op, sequence number, place
         self.nodes: dict[int, tuple[bytes, int, int]] = {}  # of replayed graphs, by id: place, start, end
         self.waits: list[tuple[int, int]] = []  # a node's id, and that of one that it waits for
-        self.known: dict[bytes, bytes] = {}  # arguments of slices as JSON, and how those that are numbers begin
+        self.known: dict[bytes, bytes] = {}  # arguments of slices as JSON
         self.launches: dict[bytes, dict[str, object]] = {}  # grids, blocks and registers
         self.heads: dict[tuple[int, int], tuple[bytes, bool]] = {}  # by name and category
-        self._read(data)
+        self._read(packets)
 
     def whole(self) -> bytes:
         """Return the whole trace as JSON."""
         head = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[' % self.real_time
         return head + b",".join(self.events) + b"]}"
 
-    def _read(self, data: bytes) -> None:
-        at, end = 0, len(data)
-        while at < end:
-            if found := _SLICE.match(data, at):
-                length, time, sequence, inner, kind, track, name, category = found.groups(b"\x00")
-                after = found.end()
-                stop = found.end(1) + _number(length)
-                if after <= stop == found.end(4) + _number(inner) <= end:
-                    self._use_sequence(_number(sequence))
-                    numbers = _number(track), _number(name), _number(category)
-                    self._slice(_time(time), kind[0], *numbers, data[after:stop])
-                    at = stop
-                    continue
-            tag, packet, at = _field(data, at, end)
-            if tag != 0x0A:
-                raise Broken("something in it is not a packet")
-            self._packet(packet)
+    def _read(self, packets: Iterable[bytes]) -> None:
+        for packet in (_parsed("Packet", one) for one in packets):
+            if (number := packet.trusted_packet_sequence_id) and number != self.sequence:
+                self.sequence, self.names = number, self.sequences.setdefault(number, {})
+                self._forget()
+            if packet.sequence_flags & CLEARED:
+                self.names.clear()
+                self._forget()
+            if packet.HasField("interned_data"):
+                self._tables(packet.interned_data)
+            kind, time = packet.WhichOneof("one"), packet.timestamp
+            if kind == "track_event":
+                self._slice(time, packet.track_event)
+            elif kind == "gpu_render_stage_event":
+                self._work(time, packet.gpu_render_stage_event)
+            elif kind == "track_descriptor":
+                self._track(packet.track_descriptor)
+            elif kind == "gpu_counter_event":
+                self._samples(time, packet.gpu_counter_event)
+            elif kind == "clock_snapshot" and not self.real_time:
+                clocks = {one.clock_id: one.timestamp for one in packet.clock_snapshot.clocks}
+                self.real_time = clocks.get(REAL_TIME, 0)
+                self.since_boot = clocks.get(SINCE_BOOT, self.real_time)
+            elif kind in ("compressed_packets", "zstd_compressed_packets"):
+                raise Broken("its packets are compressed one by one, as PyTorch does not write them")
         if unfinished := sum(map(len, self.waiting.values())):
             raise Broken(f"{unfinished:,} of its slices have no end")
         self._draw_backward()
         self._draw_graphs()
-
-    def _packet(self, data: bytes) -> None:
-        time, flags, messages = 0, 0, []
-        for tag, value in _fields(data):
-            if tag == TIME:
-                time = value
-            elif tag == SEQUENCE:
-                self._use_sequence(value)
-            elif tag == FLAGS:
-                flags = value
-            elif tag in PACKED:
-                raise Broken("its packets are compressed one by one, as PyTorch does not write them")
-            elif tag in (CLOCKS, SLICE, NAMES, TRACK, WORK, COUNTERS):
-                messages.append((tag, value))
-        if flags & CLEARED:
-            self.names.clear()
-            self._forget()
-        for tag, value in messages:
-            if tag == SLICE:
-                found = dict(_fields(value))
-                kind, *numbers = (found.get(one, 0) for one in (0x48, 0x58, 0x50, 0x18))
-                if kind in (BEGIN, END):
-                    self._slice(time, kind, *numbers, value)
-            elif tag == WORK:
-                self._work(time, value)
-            elif tag == NAMES:
-                self._tables(value)
-            elif tag == TRACK:
-                self._track(value)
-            elif tag == COUNTERS:
-                self._samples(time, value)
-            elif not self.real_time:
-                self._clocks(value)
-
-    def _use_sequence(self, number: int) -> None:
-        if number != self.sequence:
-            self.sequence, self.names = number, self.sequences.setdefault(number, {})
-            self._forget()
 
     def _forget(self) -> None:
         """Drop all that depends on the tables of names, because new tables follow."""
@@ -280,70 +249,61 @@ class _Reader:
             raise Broken(f"more than {self.limit:,} bytes as JSON; --limit and the free memory set this limit")
         self.events.append(event)
 
-    def _clocks(self, data: bytes) -> None:
-        found = [dict(_fields(value)) for tag, value in _fields(data) if tag == 0x0A]
-        clocks = {one.get(0x08): one.get(0x10, 0) for one in found}
-        self.real_time = clocks.get(REAL_TIME, 0)
-        self.since_boot = clocks.get(SINCE_BOOT, self.real_time)
-
-    def _tables(self, data: bytes) -> None:
+    def _tables(self, tables) -> None:
         self._forget()
-        for tag, value in _fields(data):
-            if tag in (CATEGORIES, EVENTS, ARGUMENTS, TEXTS, STAGES, LAUNCH):
-                entry = dict(_fields(value))
-                self.names.setdefault(tag, {})[entry.get(0x08, 0)] = _text(entry.get(0x12, b""))
-            elif tag == COUNTED:
-                self.names.setdefault(tag, {})[dict(_fields(value)).get(0x08, 0)] = self._counted(value)
+        for table in TABLES:
+            self.names.setdefault(table, {}).update((one.iid, _text(one.name)) for one in getattr(tables, table))
+        for group in tables.gpu_counter_descriptors:
+            names = {one.iid: _text(one.name) for one in group.gpu_counter_descriptor.specs}
+            self.names.setdefault(COUNTED, {})[group.iid] = group.gpu_id, names
 
-    def _name(self, table: int, number: int) -> str:
+    def _name(self, table: str, number: int) -> str:
         return self.names.get(table, {}).get(number, "")
 
-    def _track(self, data: bytes) -> None:
-        track = dict(_fields(data))
-        place = track.get(0x22, track.get(0x1A))
-        if place is None:
-            return
-        found = dict(_fields(place))
-        pid, tid = (_signed(found.get(tag, 0)) for tag in (0x08, 0x10))
-        if 0x22 in track:
-            usual = self.tracks.get(track.get(0x28, 0), (b"", ""))[1]
+    def _track(self, track) -> None:
+        if track.HasField("thread"):
+            pid, tid = track.thread.pid, track.thread.tid
+            usual = self.tracks.get(track.parent_uuid, (b"", ""))[1]
             pid = -1 if usual == "overhead" else pid
             # What waits for no stream is torch's stream -1, whose track has the number 1 in torch's JSON.
             tid = 1 if usual == "cuda_sync" and tid == NO_STREAM else tid
-            self._say("thread_name", pid, tid, name=_text(found.get(0x2A, b"")))
-        else:
-            name = _text(found.get(0x32, b""))
+            self._say("thread_name", pid, tid, name=_text(track.thread.thread_name))
+        elif track.HasField("process"):
+            pid, tid, name = track.process.pid, 0, _text(track.process.process_name)
             # torch writes no category for what profiling itself costs and for what waits on a device.
             usual = "overhead" if name == "Overhead" else "cuda_sync" if name == f"GPU {pid}" else ""
             pid = -1 if name == "Overhead" else pid
             self._say("process_name", pid, name=name)
             self._say("process_labels", pid, labels=name if usual else "CPU")
-        self.tracks[track.get(0x08, 0)] = b'"pid":%d,"tid":%d' % (pid, tid), usual
+        else:
+            return
+        self.tracks[track.uuid] = b'"pid":%d,"tid":%d' % (pid, tid), usual
 
     def _say(self, what: str, pid: int | str, tid: int = 0, **args: object) -> None:
         self._add(_encoded({"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}))
 
-    def _slice(self, time: int, kind: int, track: int, name: int, category: int, fields: bytes) -> None:
-        """Add the begin or the end of a slice. fields: the slice's fields, which include its arguments."""
+    def _slice(self, time: int, one) -> None:
+        """Add the begin or the end of a slice."""
+        kind, track = one.type, one.track_uuid
+        if kind not in (BEGIN, END):
+            return
         if time < self.latest:
             self.in_order = False
         self.latest = time
-        waiting = self.waiting.get(track)
-        if waiting is None:
-            waiting = self.waiting[track] = deque()
+        waiting = self.waiting[track]
         if kind == BEGIN:
             if waiting:
                 self.nested = True
-            head = self.heads.get((name, category)) or self._head(name, category)
-            waiting.append((time, head, fields))
+            key = one.name_iid, one.category_iids
+            waiting.append((time, self.heads.get(key) or self._head(*key), one.debug_annotations))
             return
         if not waiting:
             raise Broken("a slice in it ends and did not begin")
-        start, (head, of_autograd), fields = waiting.popleft() if self.oldest_first else waiting.pop()
+        start, (head, of_autograd), arguments = waiting.popleft() if self.oldest_first else waiting.pop()
         place, usual = self.tracks.get(track) or (b'"pid":0,"tid":%d' % track, "")
         if usual:
             head = head.replace(b'"cat":""', b'"cat":%b' % _quoted(usual), 1)
-        args = self._args(fields)
+        args = self._args(arguments)
         self._x(head, place, start, time - start, args)
         if of_autograd and (thread := _FORWARD.search(args)) and (numbers := _SEQUENCE.findall(args, thread.end())):
             self.ops.append((start, int(thread[1]), int(numbers[-1]), place))
@@ -359,121 +319,72 @@ class _Reader:
     def _x(self, head: bytes, place: bytes, start: int, ns: int, args: bytes) -> None:
         self._add(b'%b%b,"ts":%b,"dur":%b,"args":{%b}}' % (head, place, _us(start - self.since_boot), _us(ns), args))
 
-    def _args(self, data: bytes) -> bytes:
-        """Return the arguments among a slice's fields as members of a JSON object."""
-        found, known = [], self.known
-        at, end = 0, len(data)
-        while at < end:
-            stop = at + 2 + data[at + 1] if data[at] == 0x22 and at + 1 < end else end + 1
-            if stop > end or data[at + 1] >= 0x80:
-                tag, one, at = _field(data, at, end)
-                if tag != 0x22:
-                    continue
-            else:
-                one = data[at + 2 : stop]
-                at = stop
-            member = known.get(one)
-            if member is None:
-                # Mostly a name and a number that no other slice has.
-                after = one[1] + 3 if len(one) > 3 else 0
-                head, number = known.get(one[:after]), one[after:]
-                if head is None or not number or number[-1] >= 0x80:
-                    member = self._arg(one)
-                else:
-                    member = head + b"%d" % _signed(_number(number))
+    def _args(self, arguments: Iterable[bytes]) -> bytes:
+        """Return the arguments of a slice as members of a JSON object."""
+        found = []
+        for one in arguments:
+            if (member := self.known.get(one)) is None:
+                member = self._arg(_parsed("Argument", one))
+                if len(self.known) < KEPT:
+                    self.known[one] = member
             found.append(member)
         return b",".join(found)
 
-    def _arg(self, data: bytes, depth: int = 0) -> bytes:
+    def _arg(self, one) -> bytes:
         """Return an argument as a member of a JSON object."""
-        found = list(_fields(data))
-        names = [
-            _text(value) if tag == 0x52 else self._name(ARGUMENTS, value) for tag, value in found if tag in (0x08, 0x52)
-        ]
-        name = _encoded(names[-1] if names else "") + b":"
-        member = name + self._value(found, depth)
-        if not depth and len(self.known) < KEPT:
-            if [tag for tag, _ in found] == [0x52, 0x20] and data[1] < 0x80:
-                self.known[data[: data[1] + 3]] = name
-            else:
-                self.known[data] = member
-        return member
+        name = _text(one.name) if one.HasField("name") else self._name(ARGUMENTS, one.name_iid)
+        return _quoted(name) + b":" + self._value(one)
 
-    def _value(self, fields: list, depth: int) -> bytes:
+    def _value(self, one) -> bytes:
         """Return an argument's value as JSON. torch writes an empty list without any value."""
-        if depth > DEEPEST:
-            raise Broken(f"lists are nested more than {DEEPEST} deep in it")
-        items, members = [], []
-        for tag, value in fields:
-            if tag in (0x18, 0x20, 0x38):
-                return b"%d" % (_signed(value) if tag == 0x20 else value)
-            if tag == 0x10:
-                return b"true" if value else b"false"
-            if tag == 0x29:
-                return _encoded(struct.unpack("<d", value)[0])
-            if tag == 0x32:
-                return _encoded(_text(value))
-            if tag == 136:
-                return _encoded(self._name(TEXTS, value))
-            if tag == 0x62:
-                items.append(self._value(list(_fields(value)), depth + 1))
-            elif tag == 0x5A:
-                members.append(self._arg(value, depth + 1))
-        return b"{" + b",".join(members) + b"}" if members else b"[" + b",".join(items) + b"]"
+        if (kind := one.WhichOneof("one")) is not None:
+            value = getattr(one, kind)
+            if kind == "string_value":
+                value = _text(value)
+            return _encoded(self._name(TEXTS, value) if kind == "string_value_iid" else value)
+        if one.dict_entries:
+            return b"{" + b",".join(map(self._arg, one.dict_entries)) + b"}"
+        return b"[" + b",".join(map(self._value, one.array_values)) + b"]"
 
-    def _work(self, time: int, data: bytes) -> None:
+    def _work(self, time: int, work) -> None:
         """Add a GPU event: a kernel, a copy, a memset, a node of a graph, or an annotation around some of them."""
-        found, args, waits = {}, {}, []
-        for tag, value in _fields(data):
-            if tag == 0x32:
-                name, value = _said(value)
-                if name not in OF_THE_WRITER:
-                    args[name] = value
-            elif tag == 144:
-                waits.append(value)
-            elif tag == 146:
-                waits.extend(_numbers(value))
-            else:
-                found[tag] = value
-        number, device, ns = found.get(0x08, 0), _signed(found.get(0x58, 0)), _signed(found.get(0x10, 0))
-        stage = self._name(STAGES, found.get(0x70, 0))
-        launch = found.get(170, b"")
-        if (how := self.launches.get(launch)) is None:
-            how = self._launch(launch)
+        args = dict(map(_said, work.extra_data))
+        for name in OF_THE_WRITER:
+            args.pop(name, None)
+        if (how := self.launches.get(work.compute_kernel)) is None:
+            how = self._launch(_parsed("Launch", work.compute_kernel))
             if len(self.launches) < KEPT:
-                self.launches[launch] = how
+                self.launches[work.compute_kernel] = how
         args |= how
-        stream = args.get("stream")
+        device, stage, stream = work.gpu_id, self._name(STAGES, work.stage_iid), args.get("stream")
         lane, lane_name = stream if type(stream) is int else 0, f"stream {stream}"
-        if told := _LANE.fullmatch(self._name(STAGES, found.get(0x68, 0))):
+        if told := _LANE.fullmatch(self._name(STAGES, work.hw_queue_iid)):
             lane, lane_name = int(told[1]), told[2]
         if "graph node id" in args and stream != lane:
             args |= {"stream": lane, "original_stream": stream}
         if stage != "Annotation":
             args.setdefault("correlation", 0)
-        name = f"HostNode: {args['host fn']}" if "host fn" in args else self._name(EVENTS, found.get(160, 0)) or stage
+        name = f"HostNode: {args['host fn']}" if "host fn" in args else self._name(EVENTS, work.name_iid) or stage
         self._name_lane(device, lane, lane_name)
         place = b'"pid":%d,"tid":%d' % (device, lane)
-        self._x(_named(CATEGORY_OF.get(stage, stage), name), place, time, ns, _encoded(args)[1:-1])
+        self._x(_named(CATEGORY_OF.get(stage, stage), name), place, time, work.duration, _encoded(args)[1:-1])
         if "graph node id" in args:
-            self.nodes[number] = place, time, time + ns
-            self.waits.extend((number, other) for other in waits)
+            self.nodes[work.event_id] = place, time, time + work.duration
+            self.waits.extend((work.event_id, other) for other in work.event_wait_ids)
 
-    def _launch(self, data: bytes) -> dict[str, object]:
+    def _launch(self, launch) -> dict[str, object]:
         """Return a kernel's grid, block and registers as in torch's JSON.
 
         It has no shared memory: in torch's JSON that includes the kernel's own part, which this format does not have.
         """
         args = {}
-        for tag, value in _fields(data):
-            if tag == 0x0A:
-                args["grid"] = _sizes(value)
-            elif tag == 0x12:
-                args["block"] = _sizes(value)
-            elif tag == 0x1A:
-                found = dict(_fields(value))
-                if self._name(LAUNCH, found.get(0x08, 0)) == "registers_per_thread":
-                    args["registers per thread"] = found.get(0x20, 0)
+        for name, field in (("grid", "grid_size"), ("block", "workgroup_size")):
+            if launch.HasField(field):
+                size = getattr(launch, field)
+                args[name] = [size.x, size.y, size.z]
+        for one in launch.args:
+            if self._name(LAUNCH, one.name_iid) == "registers_per_thread":
+                args["registers per thread"] = one.uint_value
         return args
 
     def _name_lane(self, device: int, lane: int, name: str) -> None:
@@ -487,21 +398,12 @@ class _Reader:
             self._say("thread_name", device, lane, name=name)
             self._say("thread_sort_index", device, lane, sort_index=lane)
 
-    def _counted(self, data: bytes) -> tuple[int, dict[int, str]]:
-        """Return the device of a group of counters, and the counters' names by number."""
-        found = dict(_fields(data))
-        specs = [dict(_fields(value)) for tag, value in _fields(found.get(0x12, b"")) if tag == 0x0A]
-        return _signed(found.get(0x18, 0)), {one.get(0x08, 0): _text(one.get(0x12, b"")) for one in specs}
-
-    def _samples(self, time: int, data: bytes) -> None:
+    def _samples(self, time: int, counters) -> None:
         """Add the counters as in torch's JSON, with a process for each device."""
-        found = list(_fields(data))
-        device, names = self.names.get(COUNTED, {}).get(dict(found).get(0x20, 0), (0, {}))
-        for tag, value in found:
-            sample = dict(_fields(value)) if tag == 0x12 else {}
-            if (name := names.get(sample.get(0x08, 0))) and (0x10 in sample or 0x19 in sample):
-                number = _signed(sample[0x10]) if 0x10 in sample else struct.unpack("<d", sample[0x19])[0]
-                parts = _quoted(name), device, _us(time - self.since_boot), _encoded(number)
+        device, names = self.names.get(COUNTED, {}).get(counters.counter_descriptor_iid, (0, {}))
+        for one in counters.counters:
+            if (name := names.get(one.counter_id)) and (kind := one.WhichOneof("one")):
+                parts = _quoted(name), device, _us(time - self.since_boot), _encoded(getattr(one, kind))
                 self._add(b'{"ph":"C","name":%b,"pid":"GPU %d Counters","ts":%b,"args":{"":%b}}' % parts)
 
     def _draw_backward(self) -> None:

@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 from tracereader import progress
-from tracereader.command import NONE_IN_FOLDER, install_command, is_trace, printable
+from tracereader.command import NONE_IN_FOLDER, MissingPackage, is_trace, printable
 
 HTTP = re.compile("https?://", re.I)
 CHUNK = 1 << 22  # bytes that a download holds in memory
@@ -53,18 +53,7 @@ T = TypeVar("T")
 
 
 class _Refused(OSError):
-    """A failure that another attempt would repeat. Its text is the reader's and contains no credentials.
-
-    ends_in_command: whether the text ends in a command to be copied, after which nothing may be added.
-    """
-
-    ends_in_command = False
-
-
-class _Missing(_Refused):
-    """A package is missing. The text ends in the command that installs it."""
-
-    ends_in_command = True
+    """A failure that another attempt would repeat. Its text is the reader's and contains no credentials."""
 
 
 class Address(type(Path())):
@@ -214,7 +203,7 @@ def _filesystem(address: str) -> tuple[object, str]:
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
     except ImportError:
-        raise _missing(protocol, PACKAGES.get(protocol, WITH_HTTP)) from None
+        raise MissingPackage(f"{protocol}://", PACKAGES.get(protocol, WITH_HTTP)) from None
     options = {}
     try:
         if HTTP.match(address):
@@ -236,7 +225,7 @@ def _filesystem(address: str) -> tuple[object, str]:
         package = WITH_HTTP if HTTP.match(address) else PACKAGES.get(protocol, package.replace("_", "-"))
         if package == "fsspec":
             raise _Refused(f"a package for {protocol}:// is missing: {problem}") from problem
-        raise _missing(protocol, package) from problem
+        raise MissingPackage(f"{protocol}://", package) from problem
     except ValueError as problem:
         if protocol in known_implementations:
             raise
@@ -264,10 +253,6 @@ def _protocol(address: str) -> str:
     return address.partition("://")[0].rpartition("::")[2].lower()
 
 
-def _missing(protocol: str, package: str) -> _Missing:
-    return _Missing(f"a package for {protocol}:// is missing; this command installs it: {install_command(package)}")
-
-
 def _tried(address: str, ask: Callable[[], T]) -> T:
     """Return the result of `ask`. It is repeated after temporary failures. Raises OSError, without credentials."""
     server = "/".join(address.split("/")[:3])
@@ -279,7 +264,7 @@ def _tried(address: str, ask: Callable[[], T]) -> T:
             return found
         except (FileNotFoundError, IsADirectoryError) as problem:
             raise type(problem)(without_credentials(address)) from None
-        except _Refused:
+        except (_Refused, MissingPackage):
             raise
         except Exception as problem:
             if pause is None or _is_final(problem):
