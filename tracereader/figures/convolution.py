@@ -1,6 +1,5 @@
 """The sizes of a convolution, by the shapes that torch recorded for its op."""
 
-import ast
 import math
 from functools import lru_cache
 
@@ -37,14 +36,14 @@ class Convolution(msgspec.Struct, frozen=True):
 @lru_cache(4096)  # most ops of a step repeat the inputs of another one
 def convolution(op: str, inputs: Inputs) -> Convolution | None:
     """Return the sizes, by the shapes of the op's tensors and its other arguments; None if these do not show them."""
-    shapes, concrete = inputs.dims, inputs.concrete
+    shapes = inputs.dims
     if op == "aten::convolution_backward" and len(shapes) >= 3:
         result, data, weight = shapes[:3]
-        if _flag(concrete, 7):
-            return None  # a transposed convolution
+        if inputs.argument(7) != "False":
+            return None  # a transposed convolution, or perhaps one
     elif op in FORWARD and len(shapes) >= 2:
         data, weight = shapes[:2]
-        numbers = [_numbers(concrete, place) for place in FORWARD[op]]
+        numbers = [inputs.numbers_at(place) or [] for place in FORWARD[op]]
         spatial = len(data) - 2
         if len(weight) != len(data) or any(len(some) != spatial for some in numbers):
             return None
@@ -57,17 +56,3 @@ def convolution(op: str, inputs: Inputs) -> Convolution | None:
         return None
     fits = len(data) == len(weight) == len(result) >= 3 and min(result) > 0
     return Convolution(data, weight, result) if fits and (data[0], weight[0]) == tuple(result[:2]) else None
-
-
-def _numbers(concrete: object, place: int) -> list[int]:
-    """Return the list of numbers in this argument; empty for any other value."""
-    try:
-        found = ast.literal_eval(concrete[place])
-    except (TypeError, IndexError, ValueError, SyntaxError, MemoryError, RecursionError):
-        return []
-    return found if isinstance(found, list) and all(type(one) is int for one in found) else []
-
-
-def _flag(concrete: object, place: int) -> bool:
-    # Without a record it counts as transposed, so that no size is reported.
-    return not (len(concrete) > place and concrete[place] == "False")

@@ -8,7 +8,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
-from tracereader.figures.inputs import OfInputs, by_inputs, inputs_of
+from tracereader.figures.inputs import OfInputs, by_inputs
 from tracereader.figures.steps import label_of, self_us, self_us_of
 from tracereader.trace import Op, Step, Trace
 from tracereader.trace.backends import shows_use
@@ -140,11 +140,21 @@ class Cpu:
     @cached_property
     def inputs(self) -> dict[str, dict[str, int]]:
         """Return the shapes of the ops' inputs, each with its number of calls; empty without recorded shapes."""
-        return inputs_of(self._step) if self._trace.has_shapes else {}
+        found: dict[str, dict[str, int]] = {}
+        for one in self._of_inputs:
+            found.setdefault(one.name, {})[one.inputs] = one.calls
+        return found
 
     @cached_property
     def by_inputs(self) -> list[OfInputs]:
-        """Return the times of the ops by the shapes of their inputs; empty without recorded shapes."""
+        """Return the times of the ops by the shapes of their inputs, the longest GPU time and then self time first.
+
+        Empty without recorded shapes.
+        """
+        return sorted(self._of_inputs, key=lambda one: (-one.gpu_us, -one.self_us))
+
+    @cached_property
+    def _of_inputs(self) -> list[OfInputs]:
         return by_inputs(self._step) if self._trace.has_shapes else []
 
     @cached_property

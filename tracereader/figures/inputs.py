@@ -1,6 +1,6 @@
 """The types and sizes of the input tensors of a step's ops, as torch recorded them."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import groupby
 
 import msgspec
@@ -27,7 +27,7 @@ class OfInputs(msgspec.Struct):
 
 
 def by_inputs(step: Step) -> list[OfInputs]:
-    """Return a step's ops by the description of their inputs, the longest GPU time and then self time first.
+    """Return a step's ops by the description of their inputs, in the order of their first calls.
 
     Only calls with recorded tensors count.
     """
@@ -47,17 +47,7 @@ def by_inputs(step: Step) -> list[OfInputs]:
             row.calls += 1
             row.self_us += self_us(op)
             row.gpu_us += launched[id(op)] / 1e3
-    return sorted(found.values(), key=lambda one: (-one.gpu_us, -one.self_us))
-
-
-def inputs_of(step: Step) -> dict[str, dict[str, int]]:
-    """Return the number of calls by op and by description of the inputs. Only calls with recorded tensors count."""
-    found = defaultdict(Counter)
-    # Most ops of a step repeat the inputs of another one.
-    for (name, inputs), calls in Counter([(op.name, op.inputs) for op in step.walk() if op.kind == "op"]).items():
-        if words := _words(name, inputs):
-            found[name][words] += calls
-    return {name: dict(calls) for name, calls in found.items()}
+    return list(found.values())
 
 
 def _words(op: str, inputs: Inputs) -> str:

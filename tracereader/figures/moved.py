@@ -4,7 +4,6 @@ Source of the inputs and outputs: torch's native_functions.yaml. An op has no by
 size of its result.
 """
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -12,13 +11,7 @@ from functools import lru_cache
 
 from tracereader.trace.kernel_names import LOOKED_AT
 from tracereader.trace.op_names import FILLS
-from tracereader.trace.types import (
-    BYTES_BY_CODE,
-    Inputs,
-    Tensor,
-    dtype_of,
-    is_shape,
-)
+from tracereader.trace.types import BYTES_BY_CODE, Inputs, Tensor, dtype_of, is_shape
 
 FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
 # Pointwise ops by the number of leading arguments that may be tensors to read; a tensor after those is out=.
@@ -82,7 +75,6 @@ def moved(name: str, recorded: Inputs, kernel: str) -> int | None:
         return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # a broadcast source is read once
     if name in FILLS:
         return inputs[0].bytes if inputs[0] else None
-    concrete = recorded.concrete
     for names, find in (
         (("aten::_softmax", "aten::_log_softmax"), _softmax),
         (("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"), _softmax_backward),
@@ -91,7 +83,7 @@ def moved(name: str, recorded: Inputs, kernel: str) -> int | None:
         (REDUCES, _reduction),
     ):
         if name in names:
-            return find(name, inputs, concrete) if inputs[0] else None
+            return find(name, inputs, recorded) if inputs[0] else None
     return pointwise_bytes(name, inputs)
 
 
@@ -141,57 +133,49 @@ def _result_item(op: str, operands: Sequence[Tensor | None]) -> int | None:
     return dtype_of(types.pop()).bytes if len(types) == 1 and op in KEEP_INTEGERS and None not in valued else None
 
 
-def _argument(concrete: list, place: int) -> str | None:
-    return concrete[place] if place < len(concrete) and isinstance(concrete[place], str) else None
-
-
-def _softmax(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+def _softmax(name: str, inputs: Sequence[Tensor | None], recorded: Inputs) -> int | None:
     given = inputs[0]
     if len(inputs) > 3 and inputs[3]:
         return given.bytes + inputs[3].bytes
-    widened = _argument(concrete, 2)
+    widened = recorded.argument(2)
     if widened is None and given.item == 2:
         return None  # half_to_float is not recorded
     return given.bytes + math.prod(given.shape) * (4 if widened == "True" else given.item)
 
 
-def _softmax_backward(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+def _softmax_backward(name: str, inputs: Sequence[Tensor | None], recorded: Inputs) -> int | None:
     tensors = [one for one in inputs if one is not None]
-    item = BYTES_BY_CODE.get(_argument(concrete, 3) or "")
+    item = BYTES_BY_CODE.get(recorded.argument(3) or "")
     if len(tensors) != 2 or not item:
         return None
     return sum(one.bytes for one in tensors) + math.prod(tensors[0].shape) * item
 
 
-def _norm(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+def _norm(name: str, inputs: Sequence[Tensor | None], recorded: Inputs) -> int | None:
     given, *weights = [one for one in inputs if one is not None]
-    over = weights[0].shape if weights else _numbers(_argument(concrete, 1))
+    over = weights[0].shape if weights else recorded.numbers_at(1)
     if not over or len(over) > len(given.shape) or given.shape[len(given.shape) - len(over) :] != over:
         return None
     rows = math.prod(given.shape[: len(given.shape) - len(over)])
     # Backward also needs the mean and the reciprocal deviation of each row, in fp32 at least.
     kept = 1 if name == "aten::_fused_rms_norm" else 2
-    return (
-        given.bytes
-        + sum(one.bytes for one in weights)
-        + math.prod(given.shape) * given.item
-        + kept * rows * max(given.item, 4)
-    )
+    moved = given.bytes + sum(one.bytes for one in weights) + math.prod(given.shape) * given.item
+    return moved + kept * rows * max(given.item, 4)
 
 
-def _dropout(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+def _dropout(name: str, inputs: Sequence[Tensor | None], recorded: Inputs) -> int | None:
     given, elements = inputs[0], math.prod(inputs[0].shape)
-    return given.bytes + elements * (given.item + 1) if _argument(concrete, 2) == "True" else None
+    return given.bytes + elements * (given.item + 1) if recorded.argument(2) == "True" else None
 
 
-def _reduction(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+def _reduction(name: str, inputs: Sequence[Tensor | None], recorded: Inputs) -> int | None:
     given = inputs[0]
     place, dtype_place = REDUCES[name]
     tensors = [one for one in inputs[1:] if one is not None]
     if tensors:
         return given.bytes + tensors[0].bytes if len(tensors) == 1 and len(inputs) > place + 2 else None  # out=
     everything = len(inputs) <= place + 1 and dtype_place != 4  # without dimensions, a dtype takes their position
-    over = [] if everything else _numbers(_argument(concrete, place), when_empty=[])
+    over = [] if everything or recorded.argument(place) == "" else recorded.numbers_at(place)
     if over is None or any(not -len(given.shape) <= one < len(given.shape) for one in over):
         return None
     gone = {one % len(given.shape) for one in over}
@@ -202,29 +186,12 @@ def _reduction(name: str, inputs: Sequence[Tensor | None], concrete: list) -> in
     elif name in ("aten::argmax", "aten::argmin"):
         item = 8
     elif dtype_place is not None:
-        asked = _argument(concrete, 1 if everything else dtype_place)
-        if asked is None:
+        asked = recorded.argument(1 if everything else dtype_place)
+        if asked is None or (asked and asked not in BYTES_BY_CODE):
             return None
-        if asked and asked not in BYTES_BY_CODE:
-            return None
-        if asked:
-            item = BYTES_BY_CODE[asked]
-        elif given.type not in FLOATS:
-            item = 8  # integers add up to int64
+        # Without a type, integers add up to int64.
+        item = BYTES_BY_CODE[asked] if asked else item if given.type in FLOATS else 8
     return given.bytes + left * item
-
-
-def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int] | None:
-    """Return [-1] for "[-1]" or "-1"; None for other text."""
-    if said == "":
-        return when_empty
-    if said is None or len(said) > 200 or not re.fullmatch(r"-?\d{1,3}|\[[-\d, ]*\]", said):
-        return None
-    try:
-        found = ast.literal_eval(said)
-    except (SyntaxError, ValueError):
-        return None
-    return found if isinstance(found, list) else [found]
 
 
 def _cat(dims: list, kernel: str) -> int | None:

@@ -28,6 +28,12 @@ def decoded(raw: bytes | str) -> object:
     return _decoded_by_json(raw) if found is None else found
 
 
+def decoded_object(raw: bytes | str) -> dict:
+    """JSON as a dictionary; an empty one where it is no object."""
+    found = decoded(raw)
+    return found if isinstance(found, dict) else {}
+
+
 def decoded_as(decoder: msgspec.json.Decoder[T], raw: bytes | str) -> T | None:
     """The decoded JSON; None if its types differ or it cannot be read."""
     try:

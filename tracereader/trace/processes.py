@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.trace.decoded import decoded, printable_text
+from tracereader.trace.decoded import decoded_object, printable_text
 from tracereader.trace.document import Event, TraceError
 from tracereader.trace.labels import STEP
 from tracereader.trace.slices import Op, Process, Work
@@ -161,9 +161,9 @@ def _names(events: Sequence[Event | None]) -> dict[Pid, str]:
     found = {}
     for event in events:
         if event is not None and event.ph == "M" and event.name == "process_name":
-            args = decoded(event.args)
-            if isinstance(args, dict) and isinstance(args.get("name"), str):
-                found[event.pid] = args["name"]
+            name = decoded_object(event.args).get("name")
+            if isinstance(name, str):
+                found[event.pid] = name
     return found
 
 

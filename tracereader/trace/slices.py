@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.trace.decoded import decoded
+from tracereader.trace.decoded import decoded_object
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import LOADER, OPTIMIZERS, STEP, annotation_of
 from tracereader.trace.lenient import Defects
@@ -47,8 +47,7 @@ class Slice(msgspec.Struct, eq=False):
     @property
     def args(self) -> dict:
         """Return the slice's arguments. They are decoded from the file's text at each call."""
-        args = decoded(self.raw)
-        return args if isinstance(args, dict) else {}
+        return decoded_object(self.raw)
 
 
 class Op(Slice, eq=False):

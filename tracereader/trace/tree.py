@@ -19,7 +19,7 @@ from tracereader.command import DEFAULT_LIMIT
 from tracereader.trace import marks as marked
 from tracereader.trace import processes, slices
 from tracereader.trace.backends import backend_of, only_waits
-from tracereader.trace.decoded import decoded, decoded_as
+from tracereader.trace.decoded import decoded_as, decoded_object
 from tracereader.trace.document import KINDS, MISSING, NO_SLICES, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.grouped import grouped
@@ -292,7 +292,7 @@ def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], C
         event.pid
         for event in events
         if event.ph == "M" and event.name == "process_labels" and type(event.pid) is int
-        if not str(_args(event).get("labels", "CPU")).startswith("CPU")
+        if not str(decoded_object(event.args).get("labels", "CPU")).startswith("CPU")
     }
     found = Counter(event.cat for event in strange if event.pid in devices or b'"stream"' in bytes(event.args))
     if not found or any(KINDS.get(event.cat) in WORK for event in events if event.ph == "X"):
@@ -314,7 +314,7 @@ def _copy_in_words(event: Event) -> str:
 
     torch's collector of CUDA activities gives all of them the same name, and puts the rest into the arguments.
     """
-    args = _args(event)
+    args = decoded_object(event.args)
     if event.name == "Memset":
         kind = args.get("memory kind")
         return f"Memset ({MEMORY_KINDS[kind]})" if type(kind) is int and 0 <= kind < len(MEMORY_KINDS) else event.name
@@ -323,12 +323,6 @@ def _copy_in_words(event: Event) -> str:
         return event.name
     source, target = (one.replace("_", " ").title() for one in kinds)
     return f"Memcpy {way} ({source} -> {target})"
-
-
-def _args(event: Event) -> dict:
-    """Return an event's arguments; none if they are no object."""
-    args = decoded(event.args)
-    return args if isinstance(args, dict) else {}
 
 
 def _is_length(us: float | decimal.Decimal | None) -> bool:
@@ -515,7 +509,7 @@ def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
         device = int(named[1]) if named else event.pid
         if type(device) is not int or not is_time(event.ts):
             continue
-        for name, value in _args(event).items():
+        for name, value in decoded_object(event.args).items():
             if type(value) in (int, float) and math.isfinite(value):
                 taken[device, name or event.name].append((_ns(event, zero), float(value)))
     return {key: Samples(*map(list, zip(*sorted(samples), strict=True))) for key, samples in taken.items()}
@@ -524,7 +518,7 @@ def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
 def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
     found = []
     for event in events:
-        args = _args(event)
+        args = decoded_object(event.args)
         size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
         if is_time(event.ts) and type(size) is type(total) is type(device) is int and abs(total) < 2**60:
             found.append(slices.Memory(_ns(event, zero), (event.pid, event.tid), size, total, device))
@@ -592,7 +586,7 @@ def _names_of_processes(events: list[Event | None]) -> Iterator[str]:
     """Yield the names and labels that the file gives to processes, among which profilers list devices."""
     for event in events:
         if event is not None and event.ph == "M" and event.name in ("process_name", "process_labels"):
-            yield from map(str, _args(event).values())
+            yield from map(str, decoded_object(event.args).values())
 
 
 # The name that torch.profiler.tensorboard_trace_handler gives a file if the program does not name it.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tracereader.trace.decoded import decoded, decoded_as
+from tracereader.trace.decoded import decoded, decoded_as, decoded_object
 
 SHAPES = "Input Dims"
 # All arguments that describe an op's inputs.
@@ -136,6 +136,16 @@ class Inputs:
         found = self._strides[place] if isinstance(self._strides, list) and len(self._strides) > place else None
         return found[-1] if found and is_shape(found) else None
 
+    def argument(self, place: int) -> str | None:
+        """Return the argument at that position as text; None if it was not recorded."""
+        found = self.concrete[place] if len(self.concrete) > place else None
+        return found if isinstance(found, str) else None
+
+    def numbers_at(self, place: int) -> list[int] | None:
+        """Return the numbers in the argument at that position, which is a number or a list; None for anything else."""
+        found = decoded_as(_numbers, self.argument(place) or "")
+        return [found] if isinstance(found, int) else found
+
     def dims_at(self, place: int) -> list[int] | None:
         """Return the shape of the input at that position, [] for a single number, None if it was not recorded."""
         return self.recorded[place] if len(self.recorded) > place and is_shape(self.recorded[place]) else None
@@ -149,14 +159,14 @@ class _Raw(msgspec.Struct, gc=False):
 
 
 _raw = msgspec.json.Decoder(_Raw)
+_numbers = msgspec.json.Decoder(int | list[int])
 
 
 def inputs_of(args: bytes) -> Inputs:
     """Return the inputs in an op's arguments, which are given as JSON."""
     raw = decoded_as(_raw, args)
     if raw is None:
-        found = decoded(args)
-        return Inputs(found if isinstance(found, dict) else {})
+        return Inputs(decoded_object(args))
     return _shared(bytes(raw.dims), bytes(raw.types), bytes(raw.strides), bytes(raw.concrete))
 
 
