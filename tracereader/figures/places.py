@@ -2,8 +2,8 @@
 
 import bisect
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -93,23 +93,15 @@ def by_module(trace: Trace, step: Step) -> tuple[tuple[Place, ...], tuple[Place,
     module's class and its parent's class, with the number of modules per parent. A model's equal layers become one row:
     "84 x Linear in Qwen3MLP".
     """
-    time, pieces = defaultdict(int), defaultdict(int)
-    of_class, pieces_of_class, members = defaultdict(int), defaultdict(int), defaultdict(set)
+    modules, classes, members = [], [], defaultdict(set)
     for names, backward, ns, count in _in_modules(trace, step):
-        name = names[-1] + " backward" * backward if names else "no module"
-        time[name] += ns
-        pieces[name] += count
-        classes = [NUMBER.sub("", one) for one in reversed(names[-2:])]
-        name = " in ".join(classes) + " backward" * backward if names else "no module"
-        of_class[name] += ns
-        pieces_of_class[name] += count
-        members[name].add(names[-1] if names else "")
-    named = {name: f"{len(some)} x {name}" if len(some) > 1 else name for name, some in members.items()}
-    of_class = {named[name]: ns for name, ns in of_class.items()}
-    return (
-        _places(step, time, pieces),
-        _places(step, of_class, {named[name]: count for name, count in pieces_of_class.items()}),
-    )
+        way = " backward" * backward
+        modules.append((names[-1] + way if names else "no module", ns, count))
+        of_class = " in ".join(NUMBER.sub("", one) for one in reversed(names[-2:])) + way if names else "no module"
+        classes.append((of_class, ns, count))
+        members[of_class].update(names[-1:])
+    several = {name: f"{len(some)} x {name}" for name, some in members.items() if len(some) > 1}
+    return _places(step, modules), _places(step, [(several.get(name, name), *figures) for name, *figures in classes])
 
 
 def _trace_of(trace: Trace, one: Work) -> Trace:
@@ -130,12 +122,15 @@ def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int
         yield trace, next((one for one in op.walk() if (one.track, one.start) in trace.forward_of), op), op.dur
 
 
-def _places(step: Step, time: dict[str, int], pieces: dict[str, int]) -> tuple[Place, ...]:
-    """Return the places, the largest first."""
-    ordered = sorted(time.items(), key=lambda item: -item[1])
+def _places(step: Step, some: Iterable[tuple[str, int, int]]) -> tuple[Place, ...]:
+    """Return the places, the largest first, by the name, the time (ns) and the activities of their parts."""
+    time, pieces = Counter(), Counter()
+    for name, ns, count in some:
+        time[name] += ns
+        pieces[name] += count
     if step.work:
-        return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in ordered)
-    return tuple(Place(name, ns / 1e3, 0.0, pieces[name]) for name, ns in ordered)
+        return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in time.most_common())
+    return tuple(Place(name, ns / 1e3, 0.0, pieces[name]) for name, ns in time.most_common())
 
 
 def by_module_path(trace: Trace, step: Step) -> dict[tuple[str, ...], tuple[int, int]]:

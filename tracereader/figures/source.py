@@ -159,7 +159,12 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     for name, some in (("category_left_out", trace.not_known), ("category_taken_for_work", trace.taken)):
         for category, count in some.most_common(3):
             yield TraceWarning(name, count, (category,))
-    yield from _captures_that_fit_nothing(trace)
+    if trace.captured:
+        given = tuple(str(path) for path in trace.captured)
+        if not any(one.from_graph for step in trace.steps for one in step.work):
+            yield TraceWarning("captures_not_used", names=given)
+        for reason, count in trace.untied.items():
+            yield TraceWarning(reason, count, given)
     if not trace.work and not trace.defects.gpu and _launches(trace):
         yield TraceWarning("no_gpu_records")
     if unlaunched := [one for one in trace.work if one.launch is None]:
@@ -178,17 +183,6 @@ def _waits_for_the_device(trace: Trace) -> Iterator[Op]:
         yield from step.named(wanted.__contains__)
     for root in trace.outside if wanted else ():
         yield from (op for op in root.walk() if op.name in wanted)
-
-
-def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:
-    """What the traces of captures that were given beside the trace do not tell."""
-    if not trace.captured:
-        return
-    given = tuple(str(path) for path in trace.captured)
-    if not any(one.from_graph for step in trace.steps for one in step.work):
-        yield TraceWarning("captures_not_used", names=given)
-    for reason, count in trace.untied.items():
-        yield TraceWarning(reason, count, given)
 
 
 def _table_of_another_run(trace: Trace) -> Path | None:

@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -430,12 +430,12 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         inside = during[bisect.bisect_left(times, left) : bisect.bisect_left(times, right)]
         points.append(max([at, *(one.total for one in inside)]))
         at = inside[-1].total if inside else at
-    around = list(_around(step, peak.track, peak.time))
+    around = _around(step, peak.track, peak.time)
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
-    named = _labels(around)
-    if not named:  # on backward's own thread: the annotation open on the step's thread then
-        main = next((root.track for root in step.roots if root.name == step.name), None)
-        named = _labels(_around(step, main, peak.time))
+    # On backward's own thread: the annotation open on the step's thread then.
+    main = next((root.track for root in step.roots if root.name == step.name), None)
+    open_then = [*around, *_around(step, main, peak.time)]
+    named = [op.name for op in open_then if op.kind == "label" and is_phase(op.name)]
     ops = [op.name for op in around if op.kind == "op"]
     return MemoryCurve(
         on_gpu=on_gpu,
@@ -450,11 +450,6 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
     )
 
 
-def _labels(ops: Iterable[Op]) -> list[str]:
-    names = (op.name for op in ops if op.kind == "label")
-    return [name for name in names if is_phase(name)]
-
-
-def _around(step: Step, track: tuple | None, time: int) -> Iterator[Op]:
+def _around(step: Step, track: tuple | None, time: int) -> list[Op]:
     """Return the calls that enclose a moment on one thread, outermost first."""
-    return iter(innermost([root for root in step.roots if root.track == track], time))
+    return innermost([root for root in step.roots if root.track == track], time)

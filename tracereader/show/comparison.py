@@ -1,6 +1,5 @@
 """Several runs side by side: the pace and its reason, the figures, the predictions, the changes."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ from tracereader.findings import gpu_work, steps
 from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
 from tracereader.replay import Refused
 from tracereader.show import warnings
-from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
+from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns
 from tracereader.show.view import View
 from tracereader.trace import Trace
 from tracereader.two_runs import compare, faster, sentences
@@ -291,19 +290,11 @@ def _differences(
 def _in_blocks(out: Console, names: Sequence[str], setup: str, against: str, rows: Sequence[tuple]) -> None:
     out.print(f"[bold]{plain(names[0])}[/bold]")
     out.print(f"  {against}")
-    _wrapped(out, setup, "  ")
+    paragraph(out, plain(setup), "  ", "  ")
     for name, cells in zip(names[1:], rows, strict=True):
         out.print(f"[bold]{plain(name)}[/bold]")
         for title, texts in zip(("changed:", "the same:"), cells, strict=True):
             if texts:
                 out.print(f"  {title}")
             for text in texts:
-                _wrapped(out, text, "  · ")
-
-
-def _wrapped(out: Console, text: str, first: str) -> None:
-    """Print text that is broken only between words, so that whole names can be searched for."""
-    room = max(LEAST_NAME, out.width - len(first))
-    lines = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        out.print((" " * len(first) if number else first) + plain(line))
+                paragraph(out, plain(text), "  · ", "    ")

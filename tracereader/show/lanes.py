@@ -31,9 +31,9 @@ class Glyphs(msgspec.Struct, frozen=True):
 class Mark(msgspec.Struct, frozen=True):
     """An interval of a lane with a name; ns. kind: `wait` for a collective that only waits for another rank."""
 
-    name: str
     start: int
     end: int
+    name: str = ""
     kind: str = "mark"
 
 
@@ -74,21 +74,17 @@ def draw(step: Step, width: int, glyphs: Glyphs, layers: Mapping[int, str] = Map
     return [line.rstrip() for line in lines]
 
 
-def draw_rows(
-    rows: Sequence[tuple[str, Sequence[tuple[int, int, str, bool]]]], width: int, glyphs: Glyphs
-) -> list[str]:
-    """Return titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
+def draw_rows(rows: Sequence[tuple[str, Sequence[Mark]]], width: int, glyphs: Glyphs) -> list[str]:
+    """Return titled rows on one axis; at most `width` wide."""
     pieces = [one for _, row in rows for one in row]
     margin = max([6, *(len(title) + 1 for title, _ in rows)])
     columns = width - margin - COUNTED
     if not pieces or columns < LEAST:
         return []
-    start, end = min(one[0] for one in pieces), max(one[1] for one in pieces)
+    start, end = min(one.start for one in pieces), max(one.end for one in pieces)
     column = _columns_of(start, end, columns)
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
-    for title, row in rows:
-        slices = [Mark(name, left, right, "wait" if waits else "mark") for left, right, name, waits in row]
-        lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
+    lines += [f"{title:{margin}}" + _row(row, column, columns, glyphs) for title, row in rows]
     return [line.rstrip() for line in lines]
 
 

@@ -627,7 +627,7 @@ def _lanes(out: Console, summary: RanksSummary, view: View, traces: Sequence[Ran
     for one in drawn:
         lane, ahead = computed.get(one.rank), round(summary.clocks.ahead_us[one.rank] * 1000) + origin
         if lane and lane.step == step:
-            pieces = [(start - ahead, end - ahead, name, False) for start, end, name in lane.pieces]
+            pieces = [lanes.Mark(start - ahead, end - ahead, name) for start, end, name in lane.pieces]
             rows.append((f"rank {one.rank}", pieces))
             rows.append(("  comm", _communication(summary, one.rank, step)))
     lines = lanes.draw_rows(rows, out.width, lane_glyphs(out))
@@ -641,7 +641,7 @@ def _lanes(out: Console, summary: RanksSummary, view: View, traces: Sequence[Ran
             out.print(plain(line), style=None if line.startswith("rank") else "green")
 
 
-def _communication(summary: RanksSummary, rank: int, step: str) -> list[tuple[int, int, str, bool]]:
+def _communication(summary: RanksSummary, rank: int, step: str) -> list[lanes.Mark]:
     """Return a rank's matched collectives and receives of one step, each as its wait and the rest.
 
     Sends are left out, because they run beside them.
@@ -652,5 +652,8 @@ def _communication(summary: RanksSummary, rank: int, step: str) -> list[tuple[in
         if at is not None and (one.kind != "send" or at == 1):
             start, waited, took = (round(some[at] * 1000) for some in (one.starts_us, one.waits_us, one.took_us))
             name = "receive" if one.kind == "send" else one.kind
-            found += [(start, start + waited, "", True), (start + waited, start + took, name, False)]
-    return [piece for piece in found if piece[1] > piece[0]]
+            found += [
+                lanes.Mark(start, start + waited, kind="wait"),
+                lanes.Mark(start + waited, start + took, name),
+            ]
+    return [piece for piece in found if piece.end > piece.start]

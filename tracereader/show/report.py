@@ -377,13 +377,9 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if places:
             tables.append((*_places(title, places, view), {}))
     if overlap(summary) or not view.usual:
-        families = summary.families
-        shown, rest = view.parted(families)
-        unit = unit_of([one.us for one in families])
-        rows = [(family_in_words(one.family), unit(one.us), f"{one.share:.1%}", f"{one.pieces:,}") for one in shown]
-        if rest:
-            sums = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
-            rows.append((others(rest), unit(sums[0]), f"{sums[1]:.1%}", f"{sums[2]:,}"))
+        families = [(family_in_words(one.family), one.us, one.share, one.pieces) for one in summary.families]
+        unit = unit_of([one.us for one in summary.families])
+        rows = [(name, unit(us), f"{share:.1%}", f"{count:,}") for name, us, share, count in summed(view, families, 50)]
         # The window includes activities that earlier steps launched, and those without a launch in the trace, which the
         # table by name lacks.
         title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
