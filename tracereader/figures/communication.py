@@ -4,7 +4,6 @@ A collective lasts until all ranks have arrived. One rank's trace does not tell 
 bandwidth is a lower bound of the network's.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from tracereader.figures.hardware import common_peaks
 from tracereader.figures.rank import Calls, cpu_parts, described_on_cpu, described_on_gpu
 from tracereader.figures.ranks import BUS_FACTOR
 from tracereader.trace import Rank, Step, Trace
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Lengths, length
 from tracereader.trace.labels import collective_on_cpu
 
@@ -97,9 +97,7 @@ def communication(
     exposed_share = exposed_us / whole
     if steady is not None and (steady_us := steady.busy_us + steady.idle_us):
         exposed_share = steady.exposed_communication_us / steady_us
-    alike: dict[tuple, list[_Done]] = defaultdict(list)
-    for one in done:
-        alike[one[2:]].append(one)
+    alike = grouped((one[2:], one) for one in done)
     peaks = None if on_cpu else common_peaks(trace.devices)
     found = [_collectives(some, exposed, len(steps)) for some in alike.values()]
     return Communication(

@@ -17,6 +17,7 @@ from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.steps import busy_us, spanned
 from tracereader.trace import Samples, Step, Trace, Work
+from tracereader.trace.grouped import grouped
 
 # The quantities of counters. torch's newer collector writes the first names, and Kineto writes CUPTI's names.
 KINDS = (
@@ -148,11 +149,8 @@ def _of_kernels(
     interval: dict[str, float],
 ) -> tuple[KernelCounters, ...]:
     kinds = [kind for kind in ("sm_active", "dram") if kind in names]
-    same: dict[tuple, list[Work]] = defaultdict(list)
-    for step in trace.steps if kinds else ():
-        for key, one in numbered(step.work):
-            if one.device == device:
-                same[key].append(one)
+    everything = (pair for step in (trace.steps if kinds else ()) for pair in numbered(step.work))
+    same = grouped((key, one) for key, one in everything if one.device == device)
     peaks, found = common_peaks(trace.devices), []
     for place, ((key, _), one) in enumerate(zip(numbered(chosen.work), measured, strict=True)):
         inside = {kind: _inside(samples[names[kind]], same[key], LOST_AFTER * interval[names[kind]]) for kind in kinds}

@@ -1,6 +1,5 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
@@ -12,6 +11,7 @@ from tracereader.figures.inputs import OfInputs, by_inputs
 from tracereader.figures.steps import label_of, self_us, self_us_of
 from tracereader.trace import Op, Step, Trace
 from tracereader.trace.backends import shows_use
+from tracereader.trace.grouped import grouped
 
 _dur = attrgetter("dur")
 
@@ -195,11 +195,8 @@ class Cpu:
 
     def _calls(self, kind: str, names: Container[str] | None = None) -> dict[str, list[Op]]:
         """Return the calls of one kind by name. names: only these; None for all."""
-        found: dict[str, list[Op]] = defaultdict(list)
-        for op in self._step.walk() if names is None else self._step.named(names.__contains__):
-            if op.kind == kind:
-                found[op.name].append(op)
-        return found
+        ops = self._step.walk() if names is None else self._step.named(names.__contains__)
+        return grouped((op.name, op) for op in ops if op.kind == kind)
 
     def _times(self, calls: Mapping[str, list[Op]]) -> dict[str, OpTimes]:
         """Return the times of calls that are given by name."""

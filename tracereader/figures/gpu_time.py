@@ -13,6 +13,7 @@ import msgspec
 from tracereader.figures.steps import graph_spans, ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, length_between, minus, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
 
@@ -407,11 +408,7 @@ class _Calls:
 
 def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
     """Return the outermost slices of some steps, by thread."""
-    roots = defaultdict(list)
-    for step in steps:
-        for root in step.roots:
-            roots[root.track].append(root)
-    return roots
+    return grouped((root.track, root) for step in steps for root in step.roots)
 
 
 def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:

@@ -18,6 +18,7 @@ from tracereader.figures.sizes import Product, count_of, does_it_alone, sizes_of
 from tracereader.trace import STEP, Op, Step, Trace, Work, families, kernel_names
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.facts import RunFacts
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import KernelName
 
 
@@ -211,10 +212,7 @@ def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:
         return [[one] for one in chosen.work]
     by_name = defaultdict(list)
     for step in trace.steps:
-        named = defaultdict(list)
-        for one in step.work:
-            named[one.name].append(one)
-        for name, some in named.items():
+        for name, some in grouped((one.name, one) for one in step.work).items():
             by_name[name].append(some)
     same = {name: zip_longest(*of_steps) for name, of_steps in by_name.items()}
     return [[each for each in next(same[one.name]) if each is not None] for one in chosen.work]
@@ -304,10 +302,11 @@ def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     """Return the work of all steps by name, the costliest first."""
-    alike = defaultdict(list)
-    for step in trace.steps:
-        for one, op in zip(step.work, step.asking, strict=True):
-            alike[one.name, families.says(one).family, _asking(one, op)].append(one.dur)
+    alike = grouped(
+        ((one.name, families.says(one).family, _asking(one, op)), one.dur)
+        for step in trace.steps
+        for one, op in zip(step.work, step.asking, strict=True)
+    )
     times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
     for (name, family, op), durations in alike.items():
         times[name] += durations

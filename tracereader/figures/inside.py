@@ -9,6 +9,7 @@ import msgspec
 
 from tracereader.figures.gpu_work import extents
 from tracereader.trace import Phase, Trace, Work
+from tracereader.trace.grouped import grouped
 
 
 class PhaseTimes(msgspec.Struct, frozen=True):
@@ -48,9 +49,7 @@ class InsideKernel(msgspec.Struct, frozen=True):
 
 def inside(trace: Trace) -> tuple[InsideKernel, ...]:
     """Return the recorded phases of each kernel, by the kernel's name. Lanes outside any kernel are left out."""
-    by_process: dict[object, list[Phase]] = {}
-    for one in trace.inside:
-        by_process.setdefault(one.track[0], []).append(one)
+    by_process = grouped((one.track[0], one) for one in trace.inside)
     held: dict[str, list[tuple[Work, Phase]]] = {}
     kernels = [one for one in trace.work if one.kind == "kernel"] if by_process else []
     for phases in by_process.values():
@@ -70,9 +69,7 @@ def _of_kernel(trace: Trace, name: str, some: Sequence[tuple[Work, Phase]]) -> I
     """Return the figures of one kernel, from its phases with the launch that each belongs to."""
     launches = {id(work): work for work, _ in some}
     lanes = {(id(work), one.track) for work, one in some}
-    by_name: dict[str, list[Phase]] = {}
-    for _, one in some:
-        by_name.setdefault(one.phase, []).append(one)
+    by_name = grouped((one.phase, one) for _, one in some)
     phases = [_times(phase, slices, len(lanes)) for phase, slices in by_name.items()]
     waiting = sum(one.waiting_us for one in phases)
     whole = waiting + sum(one.working_us for one in phases)

@@ -14,6 +14,7 @@ from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import HEAVY, says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, length, minus, union
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 
@@ -186,9 +187,7 @@ def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
 
 def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:
     """Yield the ops that the backward belongs to, and the frames of models around them, without recomputed ops."""
-    by_track = defaultdict(list)
-    for op in backward:
-        by_track[op.track].append((op.start, op.end))
+    by_track = grouped((op.track, (op.start, op.end)) for op in backward)
     inside = {track: Lengths(union(some)) for track, some in by_track.items()}
 
     def rerun(op: Op) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.trace import Work
 from tracereader.trace.families import IN_EVERY_LAYER
+from tracereader.trace.grouped import grouped
 
 # Two repetitions may be chance, and a repeated unit needs more than one activity.
 LEAST_TIMES, LEAST_PIECES = 3, 2
@@ -86,13 +87,10 @@ def _shared(one: Repeat, other: Repeat) -> int:
 
 def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[Repeat]:
     """Return the CUDA graphs that are launched more than once. Overlapping streams may change the order."""
-    by_launch: dict[int, list[int]] = defaultdict(list)
-    for place, one in enumerate(work):
-        if one.from_graph:
-            by_launch[id(one.launch)].append(place)
-    same: dict[Hashable, list[list[int]]] = defaultdict(list)
-    for places in by_launch.values():
-        same[frozenset(Counter(nodes[place].kind for place in places).items())].append(places)
+    by_launch = grouped((id(one.launch), place) for place, one in enumerate(work) if one.from_graph)
+    same = grouped(
+        (frozenset(Counter(nodes[place].kind for place in places).items()), places) for places in by_launch.values()
+    )
     found = []
     for replays in same.values():
         first = replays[0]

@@ -10,6 +10,7 @@ from tracereader.figures.captures import captures
 from tracereader.trace import Op, Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
+from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import is_phase, is_torchs_own
 from tracereader.trace.lenient import Defects
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
@@ -107,9 +108,7 @@ def _may_be_steps(trace: Trace) -> Calls | None:
     Of the user's annotations, the one with the longest time in all gives the number of steps, and the first one with as
     many calls begins them. Without an annotation of the user, torch's own decide.
     """
-    calls: dict[str, list[Op]] = {}
-    for op in trace.steps[0].labels:
-        calls.setdefault(op.name, []).append(op)
+    calls = grouped((op.name, op) for op in trace.steps[0].labels)
     often = {name: some for name, some in calls.items() if len(some) >= LEAST_STEPS and is_phase(name)}
     of_user = {name: some for name, some in often.items() if not is_torchs_own(name)}
     best = next((name for start in ONCE_IN_A_STEP for name in often if name.startswith(start)), None)

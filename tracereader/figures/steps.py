@@ -13,6 +13,7 @@ import msgspec
 
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, joined, length, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, LOADER, is_torchs_own
 from tracereader.trace.quality import LAUNCH, usual_amount
@@ -138,25 +139,32 @@ def ops_recorded(step: Step) -> bool:
     """
     calls = {id(one.launch): one.launch for one in step.work if one.launch is not None}
     calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
-    known: dict[int, bool] = {}  # by a slice's id, so that each path upwards is followed once
-    inside = (None for call in calls if _lies_in_op(call, known))
+    known: dict[int, bool] = {}
+    inside = (None for call in calls if _lies_in(call, _is_op_around, known))
     enough = math.ceil(IN_OPS * len(calls))  # most launches lie in ops, so few of them decide
     return len(list(islice(inside, enough))) == enough
 
 
-def _lies_in_op(call: Op, known: dict[int, bool]) -> bool:
-    """Return whether an op other than a collective's description encloses the call."""
+def _lies_in(call: Op, wanted: Callable[[Op], bool], known: dict[int, bool]) -> bool:
+    """Return whether a wanted slice encloses the call.
+
+    known: an empty dict at first, and the same one for all calls, so that each path upwards is followed once.
+    """
     path, found = [], False
     for op in call.above():
         if id(op) in known:
             found = known[id(op)]
             break
         path.append(op)
-        if op.kind == "op" and op.name != DESCRIBES_COLLECTIVE:
+        if wanted(op):
             found = True
             break
     known.update((id(op), found) for op in path)
     return found
+
+
+def _is_op_around(op: Op) -> bool:
+    return op.kind == "op" and op.name != DESCRIBES_COLLECTIVE
 
 
 def busy_us(work: Iterable[Work]) -> float:
@@ -180,20 +188,9 @@ def graph_spans(step: Step) -> Intervals:
 
 def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
     """Return the ops and calls with a wanted name that lie in no other one, in order."""
-    found = []
-    inside: dict[int, bool] = {}  # whether such a call encloses what is below, so that each path is followed once
-    for op in step.named(wanted):
-        path, enclosed = [], False
-        for above in op.above():
-            if id(above) in inside:
-                enclosed = inside[id(above)]
-                break
-            path.append(id(above))
-        inside.update(dict.fromkeys(path, enclosed))
-        inside[id(op)] = True
-        if not enclosed:
-            found.append(op)
-    return found
+    named, known = step.named(wanted), {}
+    ids = set(map(id, named))
+    return [op for op in named if not _lies_in(op, lambda above: id(above) in ids, known)]
 
 
 def loader_waits(step: Step) -> Intervals:
@@ -365,9 +362,7 @@ def _farthest(trace: Trace, shapes: bool) -> tuple[int, int] | None:
     steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
     if not _far_apart(trace, steps):
         return None
-    alike = defaultdict(list)
-    for place in steps:
-        alike[frozenset(_calls(trace.steps[place], shapes).items())].append(place)
+    alike = grouped((frozenset(_calls(trace.steps[place], shapes).items()), place) for place in steps)
     pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
     return max(pairs)[1:] if pairs else None
 

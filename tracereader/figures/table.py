@@ -7,6 +7,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.trace import STEP, Op, Trace, asking_ops
+from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import COLLECTIVE
 
 # Names that torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
@@ -123,13 +124,11 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     in a collective, which begins on one thread and ends on another. A slice that ends after the slice in which it
     starts does not lie in it.
     """
-    tracks: dict[tuple, list[Op]] = {}
-    for op in _all(trace):
-        if op.name not in NOT_IN_IT and not COLLECTIVE.match(op.name):
-            tracks.setdefault(op.track, []).append(op)
+    shown = (op for op in _all(trace) if op.name not in NOT_IN_IT and not COLLECTIVE.match(op.name))
+    tracks = grouped((op.track, op) for op in shown)
     marks = [op for ops in tracks.values() for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     main = marks[0].track if marks else max(tracks, key=lambda track: len(tracks[track]), default=None)
-    tracks.setdefault(main, []).extend(trace.overheads)
+    tracks[main] += trace.overheads
     nodes, parents = [], []
     for ops in tracks.values():
         ops.sort(key=_dur, reverse=True)

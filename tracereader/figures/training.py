@@ -14,6 +14,7 @@ from tracereader.figures.steps import graph_spans, ids_inside, labels, loader_wa
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, SPARSE_GRADIENT, is_phase
 from tracereader.trace.waits import synchronizes
@@ -256,9 +257,7 @@ def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
 
 
 def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[OptimizerCost, ...]:
-    slices: dict[str, list[Op]] = defaultdict(list)
-    for op in labels(step, OPTIMIZER):
-        slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
+    slices = grouped((op.name.removeprefix(OPTIMIZER).removesuffix(".step"), op) for op in labels(step, OPTIMIZER))
     found, idle_in = [], Lengths(idle or []) if slices else None
     for name, some in slices.items():
         closure, backward = _closure(some, step)

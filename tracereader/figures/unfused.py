@@ -9,6 +9,7 @@ from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import BATCHED, MATMULS, SDPA, SOFTMAX
 
 # Families that may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
@@ -55,9 +56,7 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
         return tuple(
             Unfused(sum(map(self_us, between)), 0, one.us + last.us, None) for one, between, last in on_the_cpu(step)
         )
-    tracks: dict[tuple, list[tuple[Work, Op | None]]] = {}
-    for one, op in zip(step.work, step.asking, strict=True):
-        tracks.setdefault(one.track, []).append((one, op))
+    tracks = grouped((one.track, (one, op)) for one, op in zip(step.work, step.asking, strict=True))
     return tuple(
         found
         for track in tracks.values()

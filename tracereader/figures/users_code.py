@@ -2,13 +2,13 @@
 
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
 
 from tracereader.figures.gpu_time import python_in
+from tracereader.trace.grouped import grouped
 from tracereader.trace.slices import Frame
 
 # The profiler leaves out the folders of sys.path, so a library's file begins with the library's name.
@@ -54,9 +54,6 @@ def function_around(frames: dict[tuple, list[Frame]], spans: Iterable[tuple[tupl
 
     frames: see users_frames().
     """
-    by_track = defaultdict(list)
-    for track, start, end in spans:
-        if track in frames:
-            by_track[track].append((start, end))
+    by_track = grouped((track, (start, end)) for track, start, end in spans if track in frames)
     held = python_in(frames, by_track, MOST).most_common(1)
     return users_function(held[0][0]) if held and held[0][1] else None

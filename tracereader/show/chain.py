@@ -10,6 +10,7 @@ from tracereader.findings.finding import duration
 from tracereader.show.text import head, paragraph, plain
 from tracereader.show.view import View
 from tracereader.trace import Op, Step
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import short
 
 LINES_SHOWN = 24
@@ -53,9 +54,7 @@ def _slowest_path(out: Console, calls: Sequence[Op], layers: Mapping[int, str]) 
         if found := _repetition(calls) if len(calls) > LINES_SHOWN else None:
             calls = _median_stretch(out, calls, found, depth + deeper)
             deeper += 1
-        by_name: dict[str, list[Op]] = {}
-        for call in calls:
-            by_name.setdefault(call.name, []).append(call)
+        by_name = grouped((call.name, call) for call in calls)
         costliest = sorted(by_name.items(), key=lambda item: -_us(item[1]))
         longest = max(costliest[0][1], key=lambda call: call.dur)
         calls = longest.children

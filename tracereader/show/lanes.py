@@ -7,6 +7,7 @@ import msgspec
 
 from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Work, kernel_names
+from tracereader.trace.grouped import grouped
 
 # The depth from which on nesting is no longer drawn. The rungs need 9.
 MAX_ROWS = 12
@@ -65,10 +66,7 @@ def draw(step: Step, width: int, glyphs: Glyphs, layers: Mapping[int, str] = Map
             lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs, layers))
         if len(rows) > drawn:
             lines.append(" " * margin + f"({counted(len(rows) - drawn, 'deeper row')} not drawn)")
-    streams: dict[tuple, list[Work]] = {}
-    for one in step.work:
-        streams.setdefault(one.track, []).append(one)
-    for number, work in enumerate(streams.values()):
+    for number, work in enumerate(grouped((one.track, one) for one in step.work).values()):
         title = "GPU" if number == 0 else f"GPU {number + 1}"
         lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs, layers))
     return [line.rstrip() for line in lines]

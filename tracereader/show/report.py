@@ -15,7 +15,6 @@ from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
 from tracereader.command import DEFAULT_LIMIT, BadInput, printable
 from tracereader.figures import Summary, summarize
-from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
 from tracereader.figures.gpu_time import NO_RECORDED_CALL, is_python
 from tracereader.figures.layers import layer_names
@@ -40,6 +39,7 @@ from tracereader.show.text import Name, capitalized, head, paragraph, percent, p
 from tracereader.show.view import View, others, summed
 from tracereader.trace import STEP, Step, Trace, TraceError
 from tracereader.trace.capture import read_with_captures
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import cut, labels
 from tracereader.trace.labels import INDUCTORS_CALL
 
@@ -317,10 +317,10 @@ def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
     if summary.has_gpu_work:
         return
     step_us, one_thread = summary.chosen.cpu_us, summary.cpu.op_threads <= 1
-    ops: dict[str, list[Call]] = {}
-    for call in filter(is_op, summary.cpu.chain):
-        name = "Inductor's graph" if call.name.startswith(INDUCTORS_CALL) else call.name
-        ops.setdefault(name, []).append(call)
+    ops = grouped(
+        ("Inductor's graph" if call.name.startswith(INDUCTORS_CALL) else call.name, call)
+        for call in filter(is_op, summary.cpu.chain)
+    )
     times = [
         (name, sum(one.self_us for one in same), sum(one.us for one in same), len(same)) for name, same in ops.items()
     ]
@@ -451,11 +451,11 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
             if title is not tables[0][0]:
                 out.print()
             print_columns(out, (title, f"self {unit.name}", f"total {unit.name}", "calls"), rows, section="cpu")
-    same: dict[tuple, list[CpuWork]] = {}
-    for one in summary.cpu.cpu_work:
-        if one.flops or one.bytes_moved:
-            key = (one.layer, one.name, one.type, one.product, one.attention, one.bytes_moved)
-            same.setdefault(key, []).append(one)
+    same = grouped(
+        ((one.layer, one.name, one.type, one.product, one.attention, one.bytes_moved), one)
+        for one in summary.cpu.cpu_work
+        if one.flops or one.bytes_moved
+    )
     shown = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))[: view.most(RATES_SHOWN)]
     if shown:
         out.print("[bold]sizes and rates of the costliest ops[/bold]")
