@@ -15,7 +15,6 @@ from common import harness
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import attention, training
-from tracereader.show.text import ratio
 from tracereader.trace import read
 from tracereader.two_runs import compare, sentences
 
@@ -177,9 +176,6 @@ def test_a_comparison_on_a_narrow_screen(capsys, monkeypatch):
     assert lines[2] == "2  01_matmul_add 64_bf16_cold_eager, NVIDIA H200"
     screen = printed(capsys, machines[0], machines[0], "--all")
     assert "the second is about as fast:" in screen and "no GPU work" not in screen
-    assert [ratio(part, 52_734) for part in (239.9, 5_273.4, 26_367, 105_468)] == [
-        "x 0.0045", "x 0.10", "x 0.50", "x 2.00"
-    ]  # fmt: skip
 
 
 def test_a_ranks_window_holds_earlier_steps_work(capsys):

@@ -14,6 +14,7 @@ from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import COPYING, SDPA
 from tracereader.trace.types import dtype_of
 
@@ -147,12 +148,7 @@ def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple
     peaks = common_peaks(trace.devices)
     asking = step.asking
     # By the op, because split K is two kernels of one product.
-    launched: dict[int, list[GpuWork]] = {
-        id(op): [] for op, one in zip(asking, measured, strict=True) if one.product and op is not None
-    }
-    for op, one in zip(asking, measured, strict=True):
-        if id(op) in launched:
-            launched[id(op)].append(one)
+    launched = grouped((id(op), one) for op, one in zip(asking, measured, strict=True) if op is not None)
     by_rows: dict[int, list[tuple[int, float, int]]] = {}
     for same in launched.values():
         products = [one for one in same if one.product and one.bytes_moved]

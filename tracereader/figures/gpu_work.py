@@ -3,7 +3,6 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import zip_longest
 from statistics import fmean, median
 from typing import NamedTuple
@@ -14,10 +13,10 @@ from tracereader.figures.attention import Attention
 from tracereader.figures.convolution import Convolution
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
-from tracereader.figures.sizes import Product, count_of, does_it_alone, sizes_of
+from tracereader.figures.sizes import Product, does_it_alone, sizes_of
 from tracereader.trace import STEP, Op, Step, Trace, Work, families, kernel_names
 from tracereader.trace.decoded import decoded_as
-from tracereader.trace.facts import RunFacts
+from tracereader.trace.facts import Bytes, RunFacts, usable
 from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import KernelName
 
@@ -93,49 +92,27 @@ class KernelTimes(msgspec.Struct, frozen=True):
     high_us: float
 
 
-class LaunchArgs(NamedTuple):
-    """The arguments of a GPU activity that its launch determines. Activities with equal ones share one.
+class LaunchArgs(msgspec.Struct, frozen=True, gc=False):
+    """The arguments of a GPU activity that its launch determines. One that is no such number is None.
 
-    reported: the occupancy (%) that the profiler reports, unchecked.
+    bytes: those that a copy copies. reported: the occupancy (%) that the profiler reports.
     """
 
-    registers: int | None
-    shared: int | None
-    bytes: int | None  # that a copy copies
-    reported: object
-    grid: list[int] | None
-    block: list[int] | None
-
-
-class _Args(msgspec.Struct, frozen=True, gc=False):
-    registers: int | None = msgspec.field(name="registers per thread", default=None)
-    shared: int | None = msgspec.field(name="shared memory", default=None)
-    bytes: int | None = None
+    registers: Bytes | None = msgspec.field(name="registers per thread", default=None)
+    shared: Bytes | None = msgspec.field(name="shared memory", default=None)
+    bytes: Bytes | None = None
     reported: float | int | None = msgspec.field(name="est. achieved occupancy %", default=None)
-    grid: tuple[int, ...] | None = None
-    block: tuple[int, ...] | None = None
+    grid: tuple[Bytes, ...] | None = None
+    block: tuple[Bytes, ...] | None = None
 
 
-_args = msgspec.json.Decoder(_Args)
+_launch_args = msgspec.json.Decoder(LaunchArgs)
 
 
 def launch_args(one: Work) -> LaunchArgs:
     """Return the arguments of a GPU activity's launch."""
-    found = decoded_as(_args, one.raw)
-    if found is not None:
-        return _shared_args(found)
-    args = one.args  # a value is of another type
-    return _checked([args.get(field.encode_name) for field in msgspec.structs.fields(_Args)])
-
-
-@lru_cache(4096)  # a trace has a hundred times as many activities as different launches
-def _shared_args(args: _Args) -> LaunchArgs:
-    return _checked([list(one) if isinstance(one, tuple) else one for one in msgspec.structs.astuple(args)])
-
-
-def _checked(values: Sequence[object]) -> LaunchArgs:
-    *counts, reported, grid, block = values
-    return LaunchArgs(*map(count_of, counts), reported, extents(grid), extents(block))
+    found = decoded_as(_launch_args, one.raw)
+    return usable(LaunchArgs, one.args) if found is None else found
 
 
 def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[GpuWork, ...]:
@@ -146,22 +123,20 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
     overlapping = _overlapping(trace.work)
     queries = _queries_before(trace.queries)
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
-    alike: dict[tuple, _Alike] = {}
+    alike: dict[tuple, tuple] = {}  # what activities with equal names, launches and inputs have in common
     counts: dict[tuple, int] = {}  # see does_it_alone()
     found = []
     for one, op, same in zip(chosen.work, chosen.asking, _in_all_steps(trace, chosen), strict=True):
         says, launch, call = families.says(one), launch_args(one), one.launch
         alone = does_it_alone(one, op, says, counts)
         asked = (None, None) if op is None else (op.name, id(op.inputs))  # ops with equal inputs share one object
-        key = (one.name, one.kind, one.device, id(says), id(launch), alone, *asked)
+        key = (one.name, one.kind, one.device, id(says), launch, alone, *asked)
         if key not in alike:
             device = trace.device_properties.get(one.device, {})
-            alike[key] = _Alike(
-                launch,
-                _sizes(one, op, launch, says, alone, peaks, facts),
-                occupancy(device, launch.registers, launch.shared, launch.block, launch.reported),
-            )
-        _, sizes, occupied = alike[key]
+            grid, block = (None if some is None else list(some) for some in (launch.grid, launch.block))
+            occupied = occupancy(device, launch.registers, launch.shared, block, launch.reported)
+            alike[key] = _sizes(one, op, launch, says, alone, peaks, facts), grid, block, occupied
+        sizes, grid, block, occupied = alike[key]
         shape = sizes.shape
         tflops, gb_s, roof, of_roof = _rates(sizes, one.dur)
         us = mean_us = low_us = high_us = one.dur / 1e3
@@ -197,8 +172,8 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
                 of_roof,
                 launch.registers,
                 launch.shared,
-                launch.grid,
-                launch.block,
+                grid,
+                block,
                 occupied,
                 layers.get(id(one)) if layers else None,
             )
@@ -234,14 +209,6 @@ class _Sizes(NamedTuple):
     flops: int | None
     moved: int | None
     peaks: tuple[float | None, float] | None
-
-
-class _Alike(NamedTuple):
-    """What activities with equal names, launches and inputs have in common."""
-
-    launch: LaunchArgs
-    sizes: _Sizes
-    occupancy: Occupancy | None
 
 
 def _sizes(
@@ -364,8 +331,3 @@ def _queries_before(queries: Sequence[Op]) -> dict[int, int]:
             elif "Occupancy" in call.name:
                 queries += 1
     return before
-
-
-def extents(value: object) -> list[int] | None:
-    """Return a recorded grid or block; None if it is not a list of counts."""
-    return value if isinstance(value, list) and all(count_of(one) is not None for one in value) else None

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from tracereader.figures.gpu_work import extents
+from tracereader.figures.gpu_work import launch_args
 from tracereader.trace import Phase, Trace, Work
 from tracereader.trace.grouped import grouped
 
@@ -73,7 +73,7 @@ def _of_kernel(trace: Trace, name: str, some: Sequence[tuple[Work, Phase]]) -> I
     phases = [_times(phase, slices, len(lanes)) for phase, slices in by_name.items()]
     waiting = sum(one.waiting_us for one in phases)
     whole = waiting + sum(one.working_us for one in phases)
-    grids = {math.prod(extents(work.args.get("grid")) or [0]) for work in launches.values()}
+    grids = {math.prod(launch_args(work).grid or [0]) for work in launches.values()}
     return InsideKernel(
         kernel=name,
         steps=[step.name for step in trace.steps if any(id(work) in launches for work in step.work)],

@@ -157,8 +157,3 @@ def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
     if op.name in ATTENTION:
         return attention(op.name, asked, kernel_names.decode(""), None), None
     return None, pointwise_bytes(op.name, asked.by_position)
-
-
-def count_of(value: object) -> int | None:
-    """Return the value as a count; None if the file holds something else."""
-    return value if type(value) is int and 0 <= value < 2**53 else None

@@ -313,14 +313,6 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
-def ratio(value: float, base: float) -> str:
-    """Return a ratio with two decimals, and at least two significant digits."""
-    if not base:
-        return ""
-    digits = 2 - min(0, math.floor(math.log10(value / base)) + 1) if value else 2
-    return f"x {value / base:.{digits}f}"
-
-
 def operations(flops: int) -> str:
     return f"{flops / 1e9:,.1f} GFLOP" if flops >= 1e8 else f"{flops / 1e6:,.1f} MFLOP"
 

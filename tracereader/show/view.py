@@ -77,12 +77,12 @@ class View(msgspec.Struct, frozen=True):
         return rows[:most], rows[most:]
 
 
-def summed(view: View, rows: Sequence[tuple], width: int, most: int = ROWS) -> list[tuple]:
+def summed(view: View, rows: Sequence[tuple], width: int) -> list[tuple]:
     """Return the rows of a table that are shown, their names shortened, and a row for the others with their sums.
 
     rows: a name and figures each. The others' row has None for a figure that is text.
     """
-    shown, rest = view.parted(rows, most)
+    shown, rest = view.parted(rows)
     named = labels([name for name, *_ in shown], width)
     columns = list(zip(*rest, strict=True))[1:]
     sums = (None if any(isinstance(one, str) for one in column) else sum(column) for column in columns)

@@ -26,11 +26,10 @@ def of_folder(left_out: Sequence[Path]) -> list[str]:
     """Return a sentence on the files of a folder that are left out as front ends; none without any."""
     if not left_out:
         return []
-    several = len(left_out) > 1
-    names = _some([str(path) if is_url(path) else shown_path(path) for path in left_out])
+    count, names = len(left_out), _some([str(path) if is_url(path) else shown_path(path) for path in left_out])
     return [
-        f"{names} {'were' if several else 'was'} recorded at the same time and {_has(len(left_out))} no launch and no "
-        f"GPU work, as the front end of a server: {'they are' if several else 'it is'} left out"
+        f"{names} {_verb(count, 'was', 'were')} recorded at the same time and {_verb(count, 'has', 'have')} no launch "
+        f"and no GPU work, as the front end of a server: {_verb(count, 'it is', 'they are')} left out"
     ]
 
 
@@ -46,12 +45,12 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             )
         case "others_without_gpu_work":
             mine, *others = (printable(name) for name in one.names)
-            return f"{_some(others)} in the same file {_has(one.count)} no GPU work: this report is about {mine} alone"
+            have = _verb(one.count, "has", "have")
+            return f"{_some(others)} in the same file {have} no GPU work: this report is about {mine} alone"
         case "of_no_process":
-            return (
-                f"{activities(one.count)} {'belongs' if one.count == 1 else 'belong'} to none of the file's processes "
-                f"for sure, and {'is' if one.count == 1 else 'are'} left out"
-            )
+            belong = _verb(one.count, "belongs", "belong")
+            to_none = f"{belong} to none of the file's processes for sure, and {_verb(one.count)} left out"
+            return f"{activities(one.count)} {to_none}"
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "defects":
@@ -59,10 +58,10 @@ def _in_words(one: TraceWarning, source: Source) -> str:
         case "table_of_another_run":
             return f"{one.names[0]} beside it is the profiler table of another run"
         case "category_left_out" | "category_taken_for_work":
-            verb = ("is" if one.count == 1 else "are") + " left out"
+            does = f"{_verb(one.count)} left out"
             if one.name == "category_taken_for_work":
-                verb = ("counts" if one.count == 1 else "count") + " as GPU activity"
-            return f"{counted(one.count, 'slice')} of the unknown category {one.names[0]} on a device {verb}"
+                does = f"{_verb(one.count, 'counts', 'count')} as GPU activity"
+            return f"{counted(one.count, 'slice')} of the unknown category {one.names[0]} on a device {does}"
         case "captures_not_used":
             return f"no step launches a CUDA graph, so the captures in {' and '.join(one.names)} are not used"
         case "no_capture_fits" | "captures_differ":
@@ -73,25 +72,23 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             return f"{launches} several captures in {' and '.join(one.names)}, {differ}"
         case "no_order":
             launches = counted(one.count, "CUDA graph launch", "CUDA graph launches")
-            ran = f"{launches} {'runs' if one.count == 1 else 'run'} on several streams, and the trace does not number"
-            return f"{ran} the graph's nodes, so no capture can be compared with {'it' if one.count == 1 else 'them'}"
+            ran = f"{launches} {_verb(one.count, 'runs', 'run')} on several streams, and the trace does not number"
+            return f"{ran} the graph's nodes, so no capture can be compared with {_verb(one.count, 'it', 'them')}"
         case "no_gpu_records":
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         case "no_launch" | "launched_before":
-            several = one.count > 1
-            first = activities(one.count) if several else "one GPU activity"
-            why = f"{'have' if several else 'has'} no launch call in the trace"
+            first = activities(one.count) if one.count > 1 else "one GPU activity"
+            why = f"{_verb(one.count, 'has', 'have')} no launch call in the trace"
             if one.name == "launched_before":
-                why = f"{'were' if several else 'was'} launched before the recording began"
-            said = f"{first} ({duration(one.us)}) {why}, so "
-            belong = f"{'they belong' if several else 'it belongs'} to no"
+                why = f"{_verb(one.count, 'was', 'were')} launched before the recording began"
+            said = f"{first} ({duration(one.us)}) {why}, so {_verb(one.count, 'it belongs', 'they belong')} to no"
             if not source.has_steps and one.name == "no_launch":
-                return f"{said}{belong} op"
-            left_out = f"the tables of steps and names leave {'them' if several else 'it'} out"
-            return f"{said}{belong} step and no op, and {left_out}"
+                return f"{said} op"
+            them = _verb(one.count, "it", "them")
+            return f"{said} step and no op, and the tables of steps and names leave {them} out"
         case "starts_before_launch":
             return (
-                f"{activities(one.count)} {'start' if one.count > 1 else 'starts'} before the launch call, by up to "
+                f"{activities(one.count)} {_verb(one.count, 'starts', 'start')} before the launch call, by up to "
                 f"{duration(one.us)}: launch latencies and idle times by cause are wrong by about that"
             )
     raise ValueError(one.name)
@@ -119,5 +116,6 @@ def _some(names: Sequence[str]) -> str:
     return shown + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
 
 
-def _has(count: int) -> str:
-    return "has" if count == 1 else "have"
+def _verb(count: int, one: str = "is", several: str = "are") -> str:
+    """Return the form of a word that goes with so many."""
+    return one if count == 1 else several

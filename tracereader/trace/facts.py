@@ -107,17 +107,17 @@ def run_facts(lesson: object, unprofiled_step_us: object = None) -> RunFacts:
     """
     top = {"unprofiled_step_us": unprofiled_step_us}
     if not isinstance(lesson, dict) or not isinstance(lesson.get("script"), str):
-        return _usable(RunFacts, top)
+        return usable(RunFacts, top)
     facts = lesson.get("facts") if isinstance(lesson.get("facts"), dict) else {}
     guesses = lesson.get("guesses")
     guesses = [one for one in guesses if isinstance(one, dict)] if isinstance(guesses, list) else []
     beside = {name: lesson.get(name) for name in STORED_APART} | {"run": str(lesson.get("run", "")), "guesses": guesses}
     if (named := facts.get("attention")) is not None:
-        facts = facts | {"attention": _usable(AttentionFacts, named)}
+        facts = facts | {"attention": usable(AttentionFacts, named)}
     if isinstance(named := facts.get("decoding"), dict):
         known = {name: _whole(one) if name != "gb_s" else one for name, one in named.items() if one}
-        facts = facts | {"decoding": _usable(ModelFacts, known)}
-    return _usable(RunFacts, top | {name: one for name, one in facts.items() if one is not None} | beside)
+        facts = facts | {"decoding": usable(ModelFacts, known)}
+    return usable(RunFacts, top | {name: one for name, one in facts.items() if one is not None} | beside)
 
 
 def of_other_steps(facts: RunFacts) -> RunFacts:
@@ -131,14 +131,14 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and abs(value) < 2**53 else value
 
 
-def _usable(kind: type[T], found: object) -> T | None:
+def usable(kind: type[T], found: object) -> T | None:
     """Return the struct of all values of the right type; None if a field without a default has none."""
     stored = found if isinstance(found, dict) else {}
     values = {}
     for field in msgspec.structs.fields(kind):
         with contextlib.suppress(msgspec.ValidationError):
-            if field.name in stored:
-                value = stored[field.name]
+            if field.encode_name in stored:
+                value = stored[field.encode_name]
                 values[field.name] = value if isinstance(value, msgspec.Struct) else msgspec.convert(value, field.type)
     with contextlib.suppress(TypeError):
         return kind(**values)
