@@ -195,7 +195,7 @@ def parse(
         groups[one.group].add_argument(one.name, **one.options | ({} if one.on_cpu is None else {"default": None}))
     sections.add_view_flags(groups[SHOWN])
     args = parser.parse_args(argv)
-    sections.by_flag(args)  # refuses at once what excludes itself
+    sections.refuse_conflicts(args)
     given = vars(args)
     if given["html"] is not None:
         from tracereader.show.page import files

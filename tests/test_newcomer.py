@@ -22,7 +22,7 @@ def screen(capsys, monkeypatch):
 
     def shown(trace):
         monkeypatch.setenv("COLUMNS", "80")
-        report.explain_file(trace, View(brief=True, by_flag=("lanes",)))
+        report.explain_file(trace, View(brief=True, lanes=True))
         lines = capsys.readouterr().out.splitlines()
         return lines, AROUND + sum(max(1, math.ceil(cell_len(line) / 80)) for line in lines)
 

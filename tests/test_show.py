@@ -7,15 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from references import H200, ROOT
 
-from tracereader import cli, command
+from tracereader import cli
 from tracereader.figures.steps import typical
-from tracereader.show import lanes, sections, text
+from tracereader.show import lanes, text
 from tracereader.show.view import View
 from tracereader.trace import read
 
@@ -64,25 +63,21 @@ def test_lanes_only_where_asked_for_in_a_pipe(capsys):
     assert "lanes of step #2" in capsys.readouterr().out
 
 
-def test_a_section_declares_its_own_flag(capsys):
-    assert sections.WITH_A_FLAG
-    parser_files = [Path(module.__file__).read_text() for module in (cli, command)]
-    for name in sections.WITH_A_FLAG:
-        assert cli.main([str(MLP), f"--{name}", "--only", "steps"]) == 2
-        assert f"--{name}: --only leaves the {name} out" in capsys.readouterr().err
-        assert cli.main([str(MLP), f"--{name}", "--html", "x.html"]) == 2
-        assert f"leave out --{name}" in capsys.readouterr().err
-        assert not any(name in text for text in parser_files)
+def test_flags_that_exclude_the_lanes_are_refused(capsys):
+    assert cli.main([str(MLP), "--lanes", "--only", "steps"]) == 2
+    assert "--lanes: --only leaves the lanes out" in capsys.readouterr().err
+    assert cli.main([str(MLP), "--lanes", "--html", "x.html"]) == 2
+    assert "leave out --lanes" in capsys.readouterr().err
 
 
 def test_a_view_holds_the_requested_sections():
-    asked = {"only": None, "all": False, "step": None, **dict.fromkeys(sections.WITH_A_FLAG, False)}
+    asked = {"only": None, "all": False, "step": None, "lanes": False}
     usual = View.of(SimpleNamespace(**asked))
-    assert usual.usual and not usual.asks_for("lanes") and usual.shows("gpu")
+    assert usual.usual and not usual.lanes and usual.shows("gpu")
     drawn = View.of(SimpleNamespace(**asked | {"lanes": True}), brief=True)
-    assert drawn.usual and drawn.asks_for("lanes") and not drawn.shows("gpu")
+    assert drawn.usual and drawn.lanes and not drawn.shows("gpu")
     chosen = View.of(SimpleNamespace(**asked | {"only": ["gpu"]}))
-    assert not chosen.usual and chosen.asks_for("gpu") and not chosen.shows("lanes")
+    assert not chosen.usual and chosen.shows("gpu") and not chosen.shows("lanes")
     assert not View.of(SimpleNamespace(**asked | {"all": True})).usual
 
 

@@ -64,7 +64,7 @@ def main(argv=None):
     # The value of --json stands behind "=", because argparse would take the name of a trace for it.
     flags = len(argv) if "--" not in argv else argv.index("--")
     args = parser.parse_args(["--json=short" if word == "--json" else word for word in argv[:flags]] + argv[flags:])
-    sections.by_flag(args)  # refuses conflicting flags at once
+    sections.refuse_conflicts(args)
     if args.whole and args.steps is not None:
         raise BadInput("--whole counts the whole recording as one step: leave out --steps")
     if args.json and args.open:
@@ -263,7 +263,7 @@ def _refuse_beside_html(args) -> None:
     """Raise BadInput for flags that --html excludes, and for a file that cannot be written."""
     from tracereader.show.page import files
 
-    others = ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank")
+    others = ("json", "open", "only", "all", "lanes", "previous", "rank")
     _refuse(args, others, "--html writes the whole report to a file: leave out --{}")
     captures = []
     if args.capture:
@@ -286,7 +286,7 @@ def _refuse_beside_export(args) -> None:
     """Raise BadInput for flags that --export excludes, and for a file that cannot be written."""
     from tracereader.show import export
 
-    others = ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
+    others = ("json", "open", "only", "all", "lanes", "previous", "against", "markdown", "fail_if",
               "html", "step", "steps", "whole", "process", "capture", "rank")  # fmt: skip
     _refuse(args, others, "--export writes a trace and prints no report: leave out --{}")
     export.refuse_early(args.export, args.force, args.traces)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.captures import captures
-from tracereader.trace import Op, Trace
+from tracereader.trace import Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.grouped import grouped
@@ -16,7 +16,6 @@ from tracereader.trace.lenient import Defects
 from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
 from tracereader.trace.quality import earlier_work
 from tracereader.trace.slices import Process
-from tracereader.trace.waits import OF_THE_DEVICE
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
@@ -167,21 +166,12 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     if not trace.work and not trace.defects.gpu and _launches(trace):
         yield TraceWarning("no_gpu_records")
     if unlaunched := [one for one in trace.work if one.launch is None]:
-        before = len(earlier_work(_waits_for_the_device(trace), trace.work)) == len(unlaunched)
+        before = len(earlier_work(trace.device_waits, trace.work)) == len(unlaunched)
         us = sum(one.us for one in unlaunched)
         yield TraceWarning("launched_before" if before else "no_launch", len(unlaunched), us=us)
     leads = [one.launch.start - one.start for one in trace.work if one.launch is not None]
     if early := [ns for ns in leads if ns >= LEAST_LEAD_NS]:
         yield TraceWarning("starts_before_launch", len(early), us=max(early) / 1e3)
-
-
-def _waits_for_the_device(trace: Trace) -> Iterator[Op]:
-    """Yield the calls that wait until the GPU has done all of its work."""
-    wanted = frozenset(name for name in trace.op_names if OF_THE_DEVICE in name)
-    for step in trace.steps if wanted else ():
-        yield from step.named(wanted.__contains__)
-    for root in trace.outside if wanted else ():
-        yield from (op for op in root.walk() if op.name in wanted)
 
 
 def _table_of_another_run(trace: Trace) -> Path | None:

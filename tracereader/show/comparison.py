@@ -68,7 +68,7 @@ def side_by_side(
     for name in [name for name in wanted if name != "chain" or "work" not in wanted]:
         out.print()
         sections[name]()
-    if view.asks_for("gpu") and not on_gpu:
+    if "gpu" in (view.only or ()) and not on_gpu:
         out.print()
         out.print("gpu: not in these traces (no GPU work)")
     if view.usual:

@@ -552,7 +552,7 @@ def lane_glyphs(out: Console) -> lanes.Glyphs:
 
 def lanes_wanted(view: View) -> bool:
     """Return whether lanes are drawn: at a terminal, or if they were asked for."""
-    return bool(view.only or view.asks_for("lanes") or view.step is not None or sys.stdout.isatty())
+    return bool(view.only or view.lanes or view.step is not None or sys.stdout.isatty())
 
 
 def _lanes(out: Console, trace: Trace, step: Step) -> None:

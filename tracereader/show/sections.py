@@ -9,13 +9,12 @@ from tracereader.command import BadInput, not_negative
 class Section(NamedTuple):
     """A section of the report. brief: whether a numbered script shows it of its own run.
 
-    needs_gpu: whether only GPU activity fills it. flag: the help of --NAME, if the section has a flag of its own.
+    needs_gpu: whether only GPU activity fills it.
     """
 
     name: str
     brief: bool = False
     needs_gpu: bool = False
-    flag: str = ""
 
 
 SECTIONS = {
@@ -26,7 +25,7 @@ SECTIONS = {
         Section("gpu", needs_gpu=True),
         Section("predictions", brief=True),
         Section("steps", brief=True),
-        Section("lanes", brief=True, flag="draw the lanes of that step even if the output is not a terminal"),
+        Section("lanes", brief=True),
         Section("training", brief=True),
         Section("table", brief=True),
         Section("repeats", needs_gpu=True),
@@ -42,7 +41,6 @@ SECTIONS = {
         Section("patterns"),
     )
 }
-WITH_A_FLAG = tuple(name for name, one in SECTIONS.items() if one.flag)
 
 
 def _sections(text: str) -> list[str]:
@@ -65,18 +63,15 @@ def add_view_flags(group) -> None:
     )
     how_much.add_argument("--all", action="store_true", help="show every section with all its rows")
     group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (default: a typical step)")
-    for name in WITH_A_FLAG:
-        group.add_argument(f"--{name}", action="store_true", help=SECTIONS[name].flag)
+    drawn = "draw the lanes of that step even if the output is not a terminal"
+    group.add_argument("--lanes", action="store_true", help=drawn)
     waits = "open the trace in Perfetto in your browser (waits at most 10 minutes)"
     group.add_argument("--open", action="store_true", help=waits)
     group.add_argument("--html", metavar="FILE", help="write the whole report as one HTML file (-: standard output)")
     group.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")
 
 
-def by_flag(args) -> list[str]:
-    """Return the sections that their own flags ask for. Raises BadInput if --only leaves one of them out."""
-    asked = [name for name in WITH_A_FLAG if getattr(args, name)]
-    for name in asked:
-        if args.only and name not in args.only:
-            raise BadInput(f"--{name}: --only leaves the {name} out; add {name} to it, or leave out --{name}")
-    return asked
+def refuse_conflicts(args) -> None:
+    """Raise BadInput if --only leaves out the lanes that --lanes asks for."""
+    if args.lanes and args.only and "lanes" not in args.only:
+        raise BadInput("--lanes: --only leaves the lanes out; add lanes to it, or leave out --lanes")

@@ -21,15 +21,15 @@ Row = TypeVar("Row")
 class View(msgspec.Struct, frozen=True):
     """The content of a report, and its step. step: None for a typical one. only: None for the usual sections.
 
-    by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
-    a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: what
+    lanes: whether they are drawn where the output is no terminal, too. all: every section and row. brief: the content
+    that a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: what
     marks the steps, as in read(). process: the one of several processes in a file, as in read().
     left_out: the files of a folder that are left out as front ends.
     """
 
     only: Sequence[str] | None = None
     step: int | None = None
-    by_flag: Sequence[str] = ()
+    lanes: bool = False
     all: bool = False
     brief: bool = False
     rank: int | None = None
@@ -39,11 +39,8 @@ class View(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, args, brief: bool = False, **more: object) -> "View":
-        """Return the view that a command's flags ask for. Raises BadInput for flags that exclude each other.
-
-        more: fields that only some commands have flags for.
-        """
-        return cls(args.only, args.step, sections.by_flag(args), args.all, brief, **more)
+        """Return the view that a command's flags ask for. more: fields that only some commands have flags for."""
+        return cls(args.only, args.step, args.lanes, args.all, brief, **more)
 
     @property
     def usual(self) -> bool:
@@ -61,10 +58,6 @@ class View(msgspec.Struct, frozen=True):
         if not shown:
             raise BadInput(f"--only {','.join(self.only)}: {report} has the sections {', '.join(names)}")
         return shown
-
-    def asks_for(self, section: str) -> bool:
-        """Return whether this section was asked for by its name."""
-        return section in (self.only or ()) or section in self.by_flag
 
     def most(self, rows: int) -> int | None:
         """Return the number of rows to show; None for all."""

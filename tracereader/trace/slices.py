@@ -479,6 +479,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
     calls_in_a_step: int  # of those that end steps: 2 if each second call does
     work: tuple[Work, ...]  # all of it, in the order of the starts
+    device_waits: tuple[Op, ...]  # the runtime calls that wait until the whole GPU is idle
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
     spans: tuple[Work, ...]  # of annotations on the GPU's side: from the first to the last kernel launched in them

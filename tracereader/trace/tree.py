@@ -21,7 +21,7 @@ from tracereader.trace import processes, slices
 from tracereader.trace.backends import backend_of, only_waits
 from tracereader.trace.decoded import decoded_as, decoded_object
 from tracereader.trace.document import KINDS, MISSING, NO_SLICES, Document, Event, TraceError, load
-from tracereader.trace.facts import RunFacts, of_other_steps
+from tracereader.trace.facts import RunFacts, of_other_steps, usable
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
@@ -234,6 +234,7 @@ def _built(
         steps_end_with_it=by is not None and by.ends_them,
         calls_in_a_step=1 if by is None else by.every,
         work=tuple(work),
+        device_waits=tuple(device_waits),
         overheads=tuple(overheads),
         outside=outside,
         spans=tuple(spans),
@@ -393,15 +394,7 @@ def ties_of(some: Iterable[Slice]) -> Iterator[_Ties]:
         try:
             yield decode(one.raw)
         except (ValueError, RecursionError):  # as in decoded_as(), whose call takes as long as the decoding
-            yield _ties_in(one.args)
-
-
-def _ties_in(args: dict) -> _Ties:
-    """Return the ids in arguments of which some have other types than torch's."""
-    device, *numbers = (args.get(name) for name in ("device", "correlation", "original_stream", "graph id"))
-    correlation, stream, graph = (number if type(number) is int else None for number in numbers)
-    device = device if type(device) in (int, str, type(None)) else str(device)
-    return _Ties(correlation, device, stream, graph, None, args.get("name"), args.get("annotation"))
+            yield usable(_Ties, one.args)  # some have other types than torch's
 
 
 def _calls(ops: list[Op]) -> dict[int, Op]:
