@@ -17,7 +17,7 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, union
+from tracereader.trace.intervals import Intervals, length_between, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
 from tracereader.trace.waits import may_wait
@@ -178,7 +178,7 @@ def _lost(names: dict[str, list[Op]], captures: Sequence[tuple[int, int]]) -> tu
             if op.kind != "runtime" or (op.parent is not None and LAUNCH.match(op.parent.name)):
                 continue
             has_work = op.work or any(child.work for child in op.children)
-            if has_work or not _inside(captures, op.start):
+            if has_work or not length_between(captures, op.start, op.start + 1):
                 calls[name] += 1
                 if not has_work:
                     lost.append(op)
@@ -300,13 +300,7 @@ def _first_compilations(phases: Sequence[Op], steps: Sequence[Step]) -> list[Op]
         again = any(not one[1].endswith("/0") for one in ids)
         if not again and (ids or step is steps[0]):
             cold.append((step.start, step.end))
-    return [op for op in phases if _inside(cold, op.start)]
-
-
-def _inside(intervals: Sequence[tuple[int, int]], time: int) -> bool:
-    """Return whether a time lies in one of the intervals, which are disjoint and in order."""
-    place = bisect.bisect_right(intervals, (time, math.inf)) - 1
-    return place >= 0 and time < intervals[place][1]
+    return [op for op in phases if length_between(cold, op.start, op.start + 1)]
 
 
 def _loading_calls(names: dict[str, list[Op]], overheads: Sequence[Op]) -> Iterable[Op]:
