@@ -122,7 +122,9 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
     """
     overlapping = _overlapping(trace.work)
     queries = _queries_before(trace.queries)
-    peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
+    peaks = common_peaks(trace.devices)
+    # A script's facts about its attention describe a kernel only if no other one is attention.
+    facts = trace.facts if sum(families.says(one).family == "attention" for one in chosen.work) == 1 else RunFacts()
     alike: dict[tuple, tuple] = {}  # what activities with equal names, launches and inputs have in common
     counts: dict[tuple, int] = {}  # see does_it_alone()
     found = []
@@ -191,12 +193,6 @@ def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:
             by_name[name].append(some)
     same = {name: zip_longest(*of_steps) for name, of_steps in by_name.items()}
     return [[each for each in next(same[one.name]) if each is not None] for one in chosen.work]
-
-
-def _facts(trace: Trace, chosen: Step) -> RunFacts:
-    """Return a script's stored facts; those about attention describe a kernel only if no other one is attention."""
-    alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1
-    return trace.facts if alone else RunFacts()
 
 
 class _Sizes(NamedTuple):

@@ -1,12 +1,14 @@
 """The time from a launch call to its activity's start, and the gaps between GPU activities."""
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
 from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Lengths
 
 
@@ -37,7 +39,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     outside = outside_ops(step, roots)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
-    overheads = _Overheads([one for one in trace.overheads if one.start < last and one.end > step.start])
+    overheads = _apart([one for one in trace.overheads if one.start < last and one.end > step.start])
     free: dict[object, int] = {}  # the end of the work so far, by device
     stream_free: dict[tuple, int] = {}  # the same by stream
     found = []
@@ -55,33 +57,29 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     return tuple(found)
 
 
-class _Overheads:
-    """The time that the profiler's and the driver's own slices take in any interval, each moment counted once."""
+def _apart(slices: list[Op]) -> dict[str, Lengths]:
+    """Return the time of some slices by name. A moment in two overlapping ones counts for the earlier one.
 
-    def __init__(self, slices: list[Op]):
-        # A moment in two overlapping slices counts for the earlier one. They are cut once, because each wait may
-        # contain all of them.
-        by_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        covered: list[tuple[int, int]] = []
-        for one in sorted(slices, key=attrgetter("start")):
-            start = max(one.start, covered[-1][1]) if covered else one.start
-            if start < one.end:
-                covered.append((start, one.end))
-                by_name[one.name].append((start, one.end))
-        self.all = Lengths(covered)
-        self.by_name = {name: Lengths(some) for name, some in by_name.items()}
+    They are cut once, because each wait may contain all of them.
+    """
+    by_name, reached = grouped(()), -math.inf
+    for one in sorted(slices, key=attrgetter("start")):
+        start, reached = max(one.start, reached), max(one.end, reached)
+        if start < one.end:
+            by_name[one.name].append((start, one.end))
+    return {name: Lengths(some) for name, some in by_name.items()}
 
 
-def _start(overheads: _Overheads, one: Work, gap: int | None, idle: Counter, stream_free: int | None) -> Start:
+def _start(overheads: dict[str, Lengths], one: Work, gap: int | None, idle: Counter, stream_free: int | None) -> Start:
     gap_us, gap_in = None if gap is None else gap / 1e3, {name: ns / 1e3 for name, ns in idle.most_common() if ns > 0}
     launch = one.launch
     if launch is None or launch.start > one.start:
         return Start(one.name, gap_us, gap_in, None, {}, None, None, None)
-    own = Counter({name: some.between(launch.start, one.start) for name, some in overheads.by_name.items()})
+    own = Counter({name: some.between(launch.start, one.start) for name, some in overheads.items()})
     parts, at = [], launch.start
     for end in (stream_free or launch.start, launch.end, one.start):
         end = min(max(at, end), one.start)
-        parts.append((end - at - overheads.all.between(at, end)) / 1e3)
+        parts.append((end - at - sum(some.between(at, end) for some in overheads.values())) / 1e3)
         at = end
     queue_us, call_us, way_us = parts
     return Start(

@@ -251,11 +251,6 @@ def launches(step: Step) -> int:
     return len({id(one.launch) for one in step.work if one.launch is not None})
 
 
-def _launch_calls(step: Step) -> int:
-    """Return the number of a step's calls that launch kernels or graphs, if not all of them have GPU records."""
-    return sum(op.kind == "runtime" for op in step.named(LAUNCH.match))
-
-
 def usual_busy_us(steps: Sequence[StepFacts]) -> float:
     """Return the median time (µs) that the GPU is busy with a step's work. steps: without those that are left out.
 
@@ -306,7 +301,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
-                launches=_launch_calls(step) if lost else launches(step),
+                launches=sum(op.kind == "runtime" for op in step.named(LAUNCH.match)) if lost else launches(step),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch and not lost else None,

@@ -9,9 +9,9 @@ from tracereader.figures.source import Source, TraceWarning
 from tracereader.findings.finding import activities, counted, duration
 from tracereader.show.text import shown_path
 from tracereader.trace.lenient import Defects
+from tracereader.trace.processes import some_of
 
 MARK = "[yellow]warning[/yellow] "
-NAMED = 3  # of many processes or files
 
 
 def of(summary: Summary) -> list[str]:
@@ -26,7 +26,7 @@ def of_folder(left_out: Sequence[Path]) -> list[str]:
     """Return a sentence on the files of a folder that are left out as front ends; none without any."""
     if not left_out:
         return []
-    count, names = len(left_out), _some([str(path) if is_url(path) else shown_path(path) for path in left_out])
+    count, names = len(left_out), some_of([str(path) if is_url(path) else shown_path(path) for path in left_out])
     return [
         f"{names} {_verb(count, 'was', 'were')} recorded at the same time and {_verb(count, 'has', 'have')} no launch "
         f"and no GPU work, as the front end of a server: {_verb(count, 'it is', 'they are')} left out"
@@ -41,12 +41,12 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             what, ran = (" with GPU work", ran) if source.processes[0].gpu_activities else ("", "")
             return (
                 f"the file holds {one.count + 1:,} processes{what}; this report is about {mine}{ran}; --process reads "
-                f"another one: {_some(others)}"
+                f"another one: {some_of(others)}"
             )
         case "others_without_gpu_work":
             mine, *others = (printable(name) for name in one.names)
             have = _verb(one.count, "has", "have")
-            return f"{_some(others)} in the same file {have} no GPU work: this report is about {mine} alone"
+            return f"{some_of(others)} in the same file {have} no GPU work: this report is about {mine} alone"
         case "of_no_process":
             belong = _verb(one.count, "belongs", "belong")
             to_none = f"{belong} to none of the file's processes for sure, and {_verb(one.count)} left out"
@@ -108,12 +108,6 @@ def _defects(found: Defects) -> str:
     )  # fmt: skip
     parts = [(one if count == 1 else several).format(count) for count, one, several in said if count]
     return f"in the file, {'; '.join(parts)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names, and how many others there are."""
-    shown = ", ".join(names[:NAMED])
-    return shown + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
 
 
 def _verb(count: int, one: str = "is", several: str = "are") -> str:

@@ -199,7 +199,6 @@ class _Reader:
         self.waits: list[tuple[int, int]] = []  # a node's id, and that of one that it waits for
         self.known: dict[bytes, bytes] = {}  # arguments of slices as JSON
         self.launches: dict[bytes, dict[str, object]] = {}  # grids, blocks and registers
-        self.heads: dict[tuple[int, int], tuple[bytes, bool]] = {}  # by name and category
         self._read(packets)
 
     def whole(self) -> bytes:
@@ -240,7 +239,6 @@ class _Reader:
     def _forget(self) -> None:
         """Drop all that depends on the tables of names, because new tables follow."""
         self.known.clear()
-        self.heads.clear()
         self.launches.clear()
 
     def _add(self, event: bytes) -> None:
@@ -294,27 +292,18 @@ class _Reader:
         if kind == BEGIN:
             if waiting:
                 self.nested = True
-            key = one.name_iid, one.category_iids
-            waiting.append((time, self.heads.get(key) or self._head(*key), one.debug_annotations))
+            named, cat = self._name(EVENTS, one.name_iid), self._name(CATEGORIES, one.category_iids)
+            waiting.append((time, cat, named, one.debug_annotations))
             return
         if not waiting:
             raise Broken("a slice in it ends and did not begin")
-        start, (head, of_autograd), arguments = waiting.popleft() if self.oldest_first else waiting.pop()
+        start, cat, named, arguments = waiting.popleft() if self.oldest_first else waiting.pop()
         place, usual = self.tracks.get(track) or (b'"pid":0,"tid":%d' % track, "")
-        if usual:
-            head = head.replace(b'"cat":""', b'"cat":%b' % _quoted(usual), 1)
         args = self._args(arguments)
-        self._x(head, place, start, time - start, args)
-        if of_autograd and (thread := _FORWARD.search(args)) and (numbers := _SEQUENCE.findall(args, thread.end())):
+        self._x(_named(cat or usual, named), place, start, time - start, args)
+        is_numbered = cat == "cpu_op" and not named.startswith(AUTOGRAD)
+        if is_numbered and (thread := _FORWARD.search(args)) and (numbers := _SEQUENCE.findall(args, thread.end())):
             self.ops.append((start, int(thread[1]), int(numbers[-1]), place))
-
-    def _head(self, name: int, category: int) -> tuple[bytes, bool]:
-        """Return the begin of a slice's JSON, and whether it may be an op that autograd numbers."""
-        named, cat = self._name(EVENTS, name), self._name(CATEGORIES, category)
-        found = _named(cat, named), cat == "cpu_op" and not named.startswith(AUTOGRAD)
-        if len(self.heads) < KEPT:
-            self.heads[name, category] = found
-        return found
 
     def _x(self, head: bytes, place: bytes, start: int, ns: int, args: bytes) -> None:
         self._add(b'%b%b,"ts":%b,"dur":%b,"args":{%b}}' % (head, place, _us(start - self.since_boot), _us(ns), args))

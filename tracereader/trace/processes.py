@@ -13,7 +13,7 @@ from tracereader.trace.document import Event, TraceError
 from tracereader.trace.labels import STEP
 from tracereader.trace.slices import Op, Process, Work
 
-NAMED = 3  # processes in an error
+NAMED = 3  # of many processes or files
 # What a merging tool writes before a process's number: "[TP00-DP00] 1234" of SGLang. --export of this reader writes it
 # into the names of processes: "rank 0 CPU".
 BEFORE_A_NUMBER, RANK = re.compile(r"(.*?\w)[\W_]+\d+"), re.compile(r"\brank\W?\d+", re.I)
@@ -79,8 +79,9 @@ def picked(
     stepping = {op.track[0] for op in ops if op.name.startswith(STEP)}
     owners, is_unclear = _owners(everything, list(ties_of(everything)), callers, labels, names, stepping)
     if is_unclear:
+        several = some_of([_name(pid, names) for pid in hosts])
         raise TraceError(
-            f"{path}: launches of several processes ({_some([_name(pid, names) for pid in hosts])}) have the same ids, "
+            f"{path}: launches of several processes ({several}) have the same ids, "
             "so it cannot be known which process launched what; read the trace of each process"
         )
     activities, ns = Counter(owners[: len(work)]), Counter()
@@ -186,8 +187,9 @@ def _wanted(path: Path, wanted: str, found: Mapping[Pid, Process]) -> Pid:
     same = same or [pid for pid, one in found.items() if wanted.lower() in one.name.lower()]
     if len(same) == 1:
         return same[0]
-    raise TraceError(f"{path}: --process {wanted}: the processes are {_some([one.name for one in found.values()])}")
+    raise TraceError(f"{path}: --process {wanted}: the processes are {some_of([one.name for one in found.values()])}")
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names, and how many others there are."""
+    return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
