@@ -22,7 +22,7 @@ from tracereader.figures.steps import launches, typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
+from tracereader.trace.intervals import Intervals, Lengths, both, clipped, length, minus, union
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import Inputs, dtype_of
 
@@ -290,7 +290,7 @@ def cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
         exposed_copy=[],
         not_launched=[],
         launched=[],
-        unknown=gaps(union([*compute, *communication]), start, end),
+        unknown=minus([(start, end)], union([*compute, *communication])),
     )
 
 

@@ -15,7 +15,7 @@ from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, ou
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, gaps, joined, length, minus, union
+from tracereader.trace.intervals import Intervals, Lengths, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, SPARSE_GRADIENT, is_phase
 from tracereader.trace.waits import synchronizes
 
@@ -175,7 +175,7 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
         return None
     near = work[: bisect.bisect_left(work, step.end, key=_start)]
     busy = joined([(one.start, one.start + one.dur) for one in near if one.start + one.dur > step.start])
-    return gaps(busy, step.start, step.end)
+    return minus([(step.start, step.end)], busy)
 
 
 def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op]) -> tuple[Place, ...]:

@@ -71,16 +71,6 @@ def clipped(intervals: Iterable[tuple[int, int]], start: int, end: int) -> Itera
             yield max(one_start, start), min(one_end, end)
 
 
-def gaps(covered: Intervals, start: int, end: int) -> Intervals:
-    """Return the gaps between the covered intervals of a window."""
-    found, at = [], start
-    for left, right in covered:
-        if left > at:
-            found.append((at, left))
-        at = right
-    return [*found, (at, end)] if end > at else found
-
-
 def both(one: Intervals, other: Intervals) -> Intervals:
     """Return the intersection of both."""
     return minus(one, minus(one, other))
