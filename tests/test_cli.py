@@ -647,15 +647,6 @@ def test_two_cpu_runs_show_the_ops_times(capsys):
     assert row[1:] == [f"{summarize(read(file)).cpu.ops['aten::mm'].self_us / 1e3:,.1f}" for file in files]  # ms
 
 
-def test_a_table_of_another_run_gives_a_warning(capsys, tmp_path):
-    for suffix in (".json.gz", ".txt"):
-        (tmp_path / f"x{suffix}").write_bytes((SMALL.parent / SMALL.name.replace(".json.gz", suffix)).read_bytes())
-    assert "another run" not in shown(capsys, tmp_path / "x.json.gz")
-    table = tmp_path / "x.txt"
-    table.write_text("run 0123456789abcdef\n" + table.read_text().split("\n", 1)[1])
-    assert "x.txt beside it is the profiler table of another run" in shown(capsys, tmp_path / "x.json.gz")
-
-
 def test_a_trace_that_does_not_fit_into_memory_is_refused(monkeypatch, capsys, tmp_path):
     from tracereader.trace import document as loading
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 
@@ -24,7 +23,7 @@ LEAST_LEAD_NS = 1_000
 class TraceWarning(msgspec.Struct, frozen=True):
     """A defect of the trace itself.
 
-    name: zero_times, of `count` events; defects, with those of the file; table_of_another_run, a file's name;
+    name: zero_times, of `count` events; defects, with those of the file;
     category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the files of a
     trace without CUDA graphs; no_order, no_capture_fits and captures_differ, `count` CUDA graph launches that these
     files do not describe (see capture.tie); no_gpu_records, though the CPU launched something; no_launch, of `count`
@@ -152,8 +151,6 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         yield TraceWarning("zero_times", trace.zeroed)
     if trace.defects != Defects():
         yield TraceWarning("defects", defects=trace.defects)
-    if other := _table_of_another_run(trace):
-        yield TraceWarning("table_of_another_run", names=(other.name,))
     for name, some in (("category_left_out", trace.not_known), ("category_taken_for_work", trace.taken)):
         for category, count in some.most_common(3):
             yield TraceWarning(name, count, (category,))
@@ -172,19 +169,6 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     leads = [one.launch.start - one.start for one in trace.work if one.launch is not None]
     if early := [ns for ns in leads if ns >= LEAST_LEAD_NS]:
         yield TraceWarning("starts_before_launch", len(early), us=max(early) / 1e3)
-
-
-def _table_of_another_run(trace: Trace) -> Path | None:
-    """Return the .txt beside a numbered script's trace, if its first line names another run."""
-    if not trace.facts.run:
-        return None
-    table = trace.path.with_name(trace.path.name.removesuffix(".gz").removesuffix(".json") + ".txt")
-    try:
-        with table.open(errors="replace") as file:
-            words = file.readline(200).split()
-    except OSError:
-        return None
-    return table if words[:1] == ["run"] and words[1:] != [trace.facts.run] else None
 
 
 def _launches(trace: Trace) -> bool:

@@ -55,8 +55,6 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "defects":
             return _defects(one.defects)
-        case "table_of_another_run":
-            return f"{one.names[0]} beside it is the profiler table of another run"
         case "category_left_out" | "category_taken_for_work":
             does = f"{_verb(one.count)} left out"
             if one.name == "category_taken_for_work":
