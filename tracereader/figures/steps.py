@@ -140,7 +140,9 @@ def ops_recorded(step: Step) -> bool:
     calls = {id(one.launch): one.launch for one in step.work if one.launch is not None}
     calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
     known: dict[int, bool] = {}
-    inside = (None for call in calls if _lies_in(call, _is_op_around, known))
+    inside = (
+        None for call in calls if _lies_in(call, lambda op: op.kind == "op" and op.name != DESCRIBES_COLLECTIVE, known)
+    )
     enough = math.ceil(IN_OPS * len(calls))  # most launches lie in ops, so few of them decide
     return len(list(islice(inside, enough))) == enough
 
@@ -161,10 +163,6 @@ def _lies_in(call: Op, wanted: Callable[[Op], bool], known: dict[int, bool]) -> 
             break
     known.update((id(op), found) for op in path)
     return found
-
-
-def _is_op_around(op: Op) -> bool:
-    return op.kind == "op" and op.name != DESCRIBES_COLLECTIVE
 
 
 def busy_us(work: Iterable[Work]) -> float:
