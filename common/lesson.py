@@ -118,7 +118,7 @@ def _header(run: Run) -> None:
 def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
     """Print the report of all ranks whose traces are here, then the predictions against this rank's trace."""
     from tracereader.command import DEFAULT_LIMIT
-    from tracereader.show import merged, page, perfetto, ranks, report
+    from tracereader.show import export, page, perfetto, ranks, report
 
     out = console()
     out.print()
@@ -133,7 +133,7 @@ def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
     if args.html is not None:
         page.write(page.of_ranks(summary, traces), args.html, args.force)
     if args.open:
-        perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))
+        perfetto.hand_over(*export.merged(summary, DEFAULT_LIMIT))
 
 
 def _files(run: Run) -> None:

@@ -14,7 +14,7 @@ from tracereader.figures import reading
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankTrace, Times
 from tracereader.figures.ranks import joined
 from tracereader.findings import ranks as findings
-from tracereader.show.merged import merged
+from tracereader.show.export import merged
 from tracereader.show.page.ranked import page
 from tracereader.show.ranks import opened
 from tracereader.show.view import View

@@ -10,7 +10,7 @@ from tracereader import cli, expect
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
 from tracereader.findings.finding import Verdict, finding, read_record
-from tracereader.show.merged import merged
+from tracereader.show.export import merged
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read

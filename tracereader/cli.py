@@ -319,7 +319,7 @@ def _as_ranks(args) -> bool:
     _refuse(args, ("whole", "steps", "process"), why)
     if args.cluster:
         _refuse(args, ("open", "export"), "--{} reads every trace on this machine: leave out --cluster")
-    from tracereader.show import merged, perfetto, ranks
+    from tracereader.show import export, perfetto, ranks
     from tracereader.show.view import View
 
     view = View.of(args, rank=args.rank, left_out=args.left_out)
@@ -345,12 +345,10 @@ def _as_ranks(args) -> bool:
         ranks.explain(summary, traces, view, args.limit)
     if args.open or args.export is not None:
         with _refused():
-            name, content = merged.merged(summary, args.limit)
+            name, content = export.merged(summary, args.limit)
         if args.open:
             perfetto.hand_over(name, content)
         else:
-            from tracereader.show import export
-
             export.write_merged(content, args.export, args.force, args.traces, len(summary.ranks))
     return True
 
