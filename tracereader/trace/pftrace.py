@@ -1,8 +1,8 @@
 """Converts Perfetto's format (.pftrace), as torch 2.15 writes it, to Chrome's JSON.
 
 A file is a message of protobuf, a sequence of packets. This module reads the packets that torch writes: slices of CPU
-threads, GPU work, counters, and the tables of names that they refer to by number. protobuf, an extra of the package,
-skips all others. The names and numbers of the fields are those of Perfetto's reference of its trace packets.
+threads, GPU work, counters, and the tables of names that they refer to by number. The package protobuf skips all
+others. The names and numbers of the fields are those of Perfetto's reference of its trace packets.
 
 In this format torch leaves out the devices' properties, the distributed run, allocations, arrows, and the facts that a
 script stored.
