@@ -26,7 +26,7 @@ from tracereader.trace.families import HEAVY
 from tracereader.trace.op_names import COPIES_INPUTS
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
-from tracereader.two_runs.same_work import LEFT, as_compiled, by_calls, halved, same_heavy, same_products, us_of
+from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, same_products, us_of
 from tracereader.two_runs.side import Side
 
 # If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
@@ -229,10 +229,14 @@ def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
     return [run for run in runs if len(run) >= MANY_COPIES]
 
 
+def _launch_graphs(*sides: Side) -> bool:
+    return all(side.summary.launches_graphs for side in sides)
+
+
 @change(
     "give the CUDA graph its inputs in place",
     "inputs stay where they are, or are written where the graph reads them",
-    followed=halved(us_of(lambda one: one.asked_by == COPIES_INPUTS), same_heavy, by_calls),
+    followed=halved(us_of(lambda one: one.asked_by == COPIES_INPUTS), same_heavy, _launch_graphs),
     needs=CUDA_OR_HIP,
 )
 def static_inputs(case: Case) -> Proposal | None:
