@@ -1,4 +1,4 @@
-"""The quality of a recording in figures: what it lacks, and what in it is not the steps' own. See trace/quality.py."""
+"""What a recording lacks, and what in it is the profiler's or otherwise not the steps' own: see trace/quality.py."""
 
 from collections import Counter
 
@@ -8,6 +8,7 @@ from tracereader.figures.pace import cold_spans
 from tracereader.trace import Step, Trace
 from tracereader.trace.intervals import length
 from tracereader.trace.slices import Records
+from tracereader.trace.waits import OF_THE_DEVICE
 
 
 class TwoKinds(msgspec.Struct, frozen=True):
@@ -79,3 +80,40 @@ def _two_kinds(trace: Trace) -> TwoKinds | None:
     longer = sorted(step.us for step in trace.steps if step.start in long)
     others = sorted(step.us for step in trace.steps if step.start not in long)
     return TwoKinds(len(longer), longer[len(longer) // 2], others[len(others) // 2])
+
+
+class BufferRequest(msgspec.Struct, frozen=True):
+    """The profiler's allocation of a buffer for GPU records."""
+
+    us: float
+    before_first_work: bool
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """The profiler's or the driver's own slices of one name."""
+
+    count: int
+    us: float
+
+
+class Profiler(msgspec.Struct, frozen=True):
+    """The profiler's own slices. final_sync_us: the time to collect the GPU's records after the last step."""
+
+    buffer_requests: tuple[BufferRequest, ...]
+    overheads: dict[str, Overhead]
+    final_sync_us: float | None
+
+
+def profiler(trace: Trace) -> Profiler:
+    """Return the profiler's own overhead over the whole trace."""
+    first = min((one.start for step in trace.steps for one in step.work), default=0)
+    end = max(step.end for step in trace.steps)
+    requests, count, us = [], Counter(), Counter()
+    for one in trace.overheads:
+        count[one.name] += 1
+        us[one.name] += one.us
+        if one.name == "Activity Buffer Request":
+            requests.append(BufferRequest(one.us, one.start < first))
+    overheads = {name: Overhead(count[name], us[name]) for name in count}
+    last = next((op.us for op in trace.outside if OF_THE_DEVICE in op.name and op.start >= end), None)
+    return Profiler(tuple(requests), overheads, last)

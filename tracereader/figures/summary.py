@@ -39,8 +39,7 @@ from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import lanes_us, window
 from tracereader.figures.phases import by_phase
 from tracereader.figures.places import Place, by_label, by_module
-from tracereader.figures.profiler import Profiler, profiler
-from tracereader.figures.recording import Recording, recording_of
+from tracereader.figures.recording import Profiler, Recording, profiler, recording_of
 from tracereader.figures.regime import regime_of, waits_for_gpus
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
