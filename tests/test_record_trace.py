@@ -281,9 +281,9 @@ def test_losing_the_cpu_at_equal_distances_makes_no_period():
 def hastened(steps, ended):
     """Return a module whose call ends each step, in a hurry while steps.hasten() is in force."""
     steps.usual_call = Module.__call__
-    steps._watch_modules(Layer)
-    model = Layer()
-    model.parameters = lambda: iter([1])
+    kind = type("Kind", (Module,), {"parameters": lambda self: iter([1])})
+    steps._watch_modules(kind)
+    model = kind()
     model()
     assert ended == [1]
     return model
@@ -312,8 +312,7 @@ def test_what_ends_no_step_is_ignored_until_the_program_goes_on_to_something_els
     torch = types.SimpleNamespace(_C=types.SimpleNamespace(), nn=types.SimpleNamespace(Module=Module), autograd=None)
     steps = module.Steps(torch, lambda: ended.append(1))
     model = hastened(steps, ended)
-    other = Layer()
-    other.parameters = model.parameters
+    other = type(model)()
     steps.hasten(lambda: False)  # each end of a step is one of those at which more is done
     for _ in range(module.OTHERS):
         other()
@@ -678,7 +677,8 @@ def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
 
 @pytest.mark.exhaustive
 def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
-    code = f"{LOOP}torch.distributed.init_process_group('gloo')\n"
+    code = f"{LOOP}import atexit\ntorch.distributed.init_process_group('gloo')\n"
+    code += "atexit.register(torch.distributed.destroy_process_group)\n"  # a program without that may end by SIGABRT
     code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
