@@ -188,6 +188,7 @@ def test_a_compiled_prefill_is_compiled_once(folder, run, tmp_path, compile_afre
     [
         ("--model nobody/has-this", "could not be loaded"),
         ("--model /", "could not be loaded"),
+        ("--model / --size 1.7b", "leave out --size or --model"),
         ("--layers 29", "the model has 28"),
         ("--prompt 1020", "1027 tokens"),
         ("--phase prefill --prompt 1025", "1025 tokens"),
@@ -215,6 +216,18 @@ def test_impossible_runs_are_refused_in_one_line(run, capsys, tmp_path, monkeypa
     assert said in screen.err
     assert screen.err.count("\n") == 1
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("0.6b", 596_049_920), ("1.7b", 1_720_574_976)])
+def test_the_models_have_the_published_numbers_of_parameters(size, parameters):
+    from common.decoder import language_model
+
+    args = SimpleNamespace(
+        model=None, size=size, layers=None, prompt=1, phase="prefill", dtype=torch.bfloat16, attention="sdpa",
+        device=torch.device("meta"),
+    )  # fmt: skip
+    model = language_model(args)
+    assert sum(one.numel() for one in model.parameters()) == parameters
 
 
 def test_merge_and_by_hand_know_one_architecture_only():
