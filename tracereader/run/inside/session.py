@@ -111,7 +111,7 @@ class Session:
         self.settled = self.leads
 
     def contention(self):
-        """Return what leaves other programs out of the steps' times. Other ranks are not told from them."""
+        """Return what leaves other programs out of the steps' times; None with several ranks, which look like them."""
         return self.load("contention").Contention() if self.local_world_size == 1 else None
 
     # Steps.
