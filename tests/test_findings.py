@@ -93,6 +93,7 @@ TABLE = [
     ("launch_settings", (256, 8192), LIGER, MLP),
     ("graph_replay_without_copies", (), "changes/vit/graph", GRAPH),
     ("graph_replay", (), GRAPH, LARGE),
+    ("few_blocks", (), "changes/batch_norm/eager", LARGE),
     # attention
     ("unfused", (), NAIVE, FLASH),
     ("hidden_copy", (), NAIVE, IN_PLACE),

@@ -1,6 +1,7 @@
 """Findings about the GPU work of a step: kernels, their names, copies, fusion, CUDA graphs."""
 
 import itertools
+import math
 from collections import Counter
 
 from tracereader.figures import Summary
@@ -13,6 +14,9 @@ from tracereader.trace.kernel_names import short
 # The ratio of a step's summed times to its busy time. On the H200 it is 2.4 if each kernel starts during the one
 # before, 1.3 beside collectives that wait, and 1.0 in training, where a memset sometimes runs beside a kernel.
 OVERLAPS = 1.1
+# A kernel of a few µs ends before more blocks would help. Kernels of few blocks are worth a line from this share of the
+# step's GPU work on.
+LONG_US, MUCH_IN_FEW_BLOCKS = 10, 0.05
 
 
 def overlap(summary: Summary) -> bool:
@@ -298,6 +302,30 @@ def graph_replay(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
     launches = summary.graph_launches
     return Verdict(bool(replayed), f"{words.activities(len(replayed))} from {counted(launches, 'launch', 'launches')}")
+
+
+@finding(GPU, "a kernel with fewer blocks than half of the multiprocessors", needs_gpu=True)
+def few_blocks(summary: Summary) -> Verdict:
+    """The other multiprocessors have nothing to do while it runs. More rows, a larger batch, another layout or another
+    algorithm (a split reduction) gives it more blocks; a kernel that computes one thing after another needs no more."""
+    if not summary.source.sms:
+        return Verdict(None, "the number of multiprocessors is not known")
+    by_grid = Counter()
+    found = [one for one in summary.gpu_work if _has_few_blocks(one, summary.source.sms)]
+    for one in found:
+        by_grid[one.name, math.prod(one.grid)] += one.us
+    us = by_grid.total()
+    if us <= MUCH_IN_FEW_BLOCKS * summary.summed_us:
+        return Verdict(False, "kernels that take long have enough blocks")
+    (name, blocks), _ = by_grid.most_common(1)[0]
+    few = f"{counted(len(found), 'kernel')} with fewer blocks than half of the {summary.source.sms} multiprocessors"
+    costliest = f"the costliest is {short(name, 40)}, with {counted(blocks, 'block')}"
+    return Verdict(True, f"{few}: {words.part_of(us, summary.summed_us)} of GPU work; {costliest}")
+
+
+def _has_few_blocks(one: GpuWork, sms: int) -> bool:
+    is_long = one.kind == "kernel" and one.family != "communication" and one.us >= LONG_US
+    return is_long and one.grid is not None and 0 < math.prod(one.grid) < sms / 2
 
 
 def near_the_peaks(summary: Summary) -> str:
