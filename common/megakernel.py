@@ -247,7 +247,9 @@ def decoding(model, cache, text, position, inside: bool = False, stages: int | N
             raise BadInput(f"--persistent {why}")
     architecture, room = f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin
     size = cluster_size(config)
-    clusters = min(resident_clusters(architecture, size, room), config.intermediate_size // UNIT)
+    # Each block has a part of every phase: a unit of its cluster's, and a tile of the head.
+    most_clusters = min(config.intermediate_size // UNIT, config.vocab_size // 16 // size)
+    clusters = min(resident_clusters(architecture, size, room), most_clusters)
     if clusters < config.num_key_value_heads:
         raise BadInput(f"--persistent needs more multiprocessors than {properties.name} has")
     most = max(shares(config, clusters))

@@ -149,7 +149,10 @@ def emulated(*sizes: int) -> str:
 
 @pytest.mark.exhaustive
 def test_the_plan_computes_eagers_tokens():
-    """Contexts of a CPU in the place of the GPU's threads. The third cluster has no head of attention."""
+    """Contexts of a CPU in the place of the GPU's threads. The third cluster has no head of attention.
+
+    With more than five clusters some blocks would have no tile of the language model's head.
+    """
     assert emulated(2, 17, 3) == "batch 2, prompt 17, 12 blocks: eager's tokens\n"
 
 
