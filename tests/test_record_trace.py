@@ -293,7 +293,8 @@ def test_the_end_of_a_step_takes_three_functions_while_steps_are_timed():
     """They take as long as ten where a step's work has filled the caches, which no loop of their own does."""
     ended, quick, called = [], [], []
     of_c = types.SimpleNamespace(_current_graph_task_id=(-1).__int__)
-    torch = types.SimpleNamespace(_C=of_c, nn=types.SimpleNamespace(Module=Module), autograd=None)
+    compiler = types.SimpleNamespace(is_compiling=lambda: False)
+    torch = types.SimpleNamespace(_C=of_c, nn=types.SimpleNamespace(Module=Module), autograd=None, compiler=compiler)
     steps = inside("steps").Steps(torch, lambda: ended.append(1))
     model = hastened(steps, ended)
     steps.hasten(lambda: quick.append(1) or True)
