@@ -683,7 +683,8 @@ def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
     code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
-    assert found.returncode == 0, found.stderr
+    # gloo's threads may abort a rank at its end, while the other one still talks to it. Then that is said.
+    assert found.returncode == 0 or "its end failed" in found.stderr, found.stderr
     assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]
     assert all(calls_in_each_step(one, "aten::linear") == [1] * 4 for one in traces.values())
 
