@@ -71,7 +71,7 @@ def test_the_recorded_step_with_the_graph_is_near_the_predicted_one(name, change
     one = priced_changes(file_of(name))[change]
     after = file_of(f"{name}_graph" if change == "update_graph" else f"{name}_graphed")
     measured = summarize(read(after)).recorded_step_us
-    assert one.step_us_after == pytest.approx(measured, rel=0.45)
+    assert one.step_us_after == pytest.approx(measured, rel=0.4)
     assert catalogue.BY_NAME[change].propose(case_of(after)) is None
     assert cli.main([str(file_of(name)), str(after)]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -98,6 +98,37 @@ def test_the_code_after_backward_is_what_optimizers_do_not_launch(name):
     assert priced_changes(file_of(name))["update_graph"].evidence.startswith(f"{count} identical launches per step")
 
 
+@pytest.mark.parametrize(("name", "waiting"), [
+    ("ctc", "aten::ctc_loss, aten::_ctc_loss_backward"), ("masked", "aten::index, aten::_index_put_impl_"),
+])  # fmt: skip
+def test_launches_between_the_waits_of_the_loss_stay(name, waiting):
+    events = raw_events(file_of(name))
+    mark = raw_steps(events)[1]
+    waits = [e for e in in_step(events, mark, "cuda_runtime") if "Synchronize" in e["name"]]
+    first, last = min(e["ts"] for e in waits), max(map(end, waits))
+    until = last_of_backward(events, mark)
+    captured = [ts for ts in launches_in(events, mark) if ts < until and not first <= ts <= last]
+    said = priced_changes(file_of(name))["cuda_graph"].evidence
+    assert f"the CPU waits only around the loss, in {waiting}" in said
+    # The ops that wait launch something themselves before they wait. These launches stay, too.
+    assert 0 <= len(captured) - int(said.split()[0]) < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "is_proposed"),
+    [
+        ("aten::embedding", 0, True),  # before all launches of the model
+        ("aten::gelu", 2, False),
+        ("aten::scaled_dot_product_attention", -1, False),  # products follow
+        ("aten::gelu_backward", 1, False),
+    ],
+)
+def test_a_wait_inside_the_model_prevents_its_graphs(tmp_path, name, number, is_proposed):
+    """Beside the waits of the loss, each step waits in this op."""
+    found = graphs.graph_as_it_is(case_of(edited(file_of("masked"), tmp_path, synchronized(name, number))))
+    assert (found is not None) == is_proposed
+
+
 def passes_of(events, mark):
     """Return the first node of each backward pass: those of a loss's own backward after another op of the program."""
     nodes = [e for e in in_step(events, mark, "cpu_op") if e["name"].startswith(BACKWARD)]
@@ -121,20 +152,94 @@ def passes_of(events, mark):
         ("inference", "aten::item", 8),
     ],
 )
-def test_synchronizations_in_the_model_keep_out_its_graphs(name, op, times):
+def test_synchronizations_in_the_model_are_dropped_before_its_graphs(name, op, times):
     events = raw_events(file_of(name))
     for mark in raw_steps(events):
         waits = [e for e in in_step(events, mark, "cuda_runtime") if "Synchronize" in e["name"]]
         ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == op]
         assert sum(any(one["ts"] <= e["ts"] < end(one) for one in ops) for e in waits) == times
     proposed = priced_changes(file_of(name))["cuda_graph"]
-    assert (proposed.title, proposed.basis) == ("remove what keeps CUDA graphs out of the step", "bound")
-    assert f"{op} {times} times" in proposed.evidence and proposed.conditional
+    assert (proposed.title, proposed.basis) == ("drop synchronizations, then use CUDA graphs", "bound")
+    assert f"{op} {times} times" in proposed.evidence
+    assert ("keep index tensors, and values" in proposed.how) == (name == "index")
+    assert ("torch.where instead of if" in proposed.how) == (name != "index")
+
+
+def as_another_op(events):
+    """Let an op of which nothing is known read the values."""
+    for e in events:
+        if e.get("name") == "aten::item":
+            e["name"] = "aten::multinomial"
+
+
+def as_a_size(events):
+    for mark in raw_steps(events):
+        for e in in_step(events, mark, "cpu_op"):
+            if e["name"] == "aten::item":
+                events.append(e | {"name": "aten::nonzero", "ts": e["ts"] - 0.01, "dur": e["dur"] + 0.02})
+
+
+def as_copies(us):
+    """Return an edit that lets the program copy tensors to the CPU, in this time (µs), instead of reading values."""
+
+    def edit(events):
+        names = {"aten::item": "aten::to", "aten::_local_scalar_dense": "aten::copy_"}
+        for e in events:
+            e["name"] = names.get(e.get("name"), e.get("name"))
+            if "DtoH" in str(e["name"]):
+                e["dur"] = us
+
+    return edit
+
+
+def untied(events):
+    """Leave out what ties backward to forward."""
+    events[:] = [e for e in events if e.get("cat") != "fwdbwd"]
 
 
 def by_no_op(events):
     """Let code that is no op of torch copy the values and wait for the stream, as an extension does."""
     events[:] = [e for e in events if e.get("name") not in ("aten::item", "aten::_local_scalar_dense")]
+
+
+@pytest.mark.parametrize("edit", [as_another_op, as_a_size, as_copies(11), untied, by_no_op])
+def test_synchronizations_that_may_be_needed_stay(tmp_path, edit):
+    assert graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, edit))) is None
+    assert graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
+
+
+def with_another_op(events):
+    op = next(e for e in in_step(events, raw_steps(events)[1], "cpu_op") if e["name"] == "aten::gelu")
+    events.append(op | {"name": "aten::relu", "dur": 0.1})
+
+
+def with_a_size(events):
+    for mark in raw_steps(events):
+        op = next(e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::gelu")
+        events.append(op | {"name": "aten::nonzero", "dur": 0.1})
+
+
+def without_shapes(events):
+    for e in events:
+        e.get("args", {}).pop("Input Dims", None)
+
+
+@pytest.mark.parametrize("edit", [with_another_op, with_a_size, without_shapes])
+def test_inputs_are_padded_only_if_steps_differ_in_nothing_but_recorded_shapes(tmp_path, edit):
+    events = raw_events(file_of("lengths"))
+    shapes = [
+        [e["args"]["Input Dims"] for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::mm"]
+        for mark in raw_steps(events)
+    ]
+    assert len(set(map(repr, shapes))) == len(shapes) == 3 and len(set(map(len, shapes))) == 1
+    assert priced_changes(file_of("lengths"))["cuda_graph"].title == "pad to fixed shapes, then use CUDA graphs"
+    assert graphs.graph_as_it_is(case_of(edited(file_of("lengths"), tmp_path, edit))) is None
+
+
+def test_a_padded_step_takes_as_long_as_the_longest_one():
+    case = case_of(file_of("lengths"))
+    longest = max(one.gpu_busy_us for one in case.summary.steps)
+    assert graphs.graph_as_it_is(case).least_us == longest
 
 
 def in_one_step(events):
@@ -148,8 +253,43 @@ def in_one_step(events):
 
 
 def test_a_synchronization_that_not_every_step_makes_is_counted_so(tmp_path):
-    found = graphs.cuda_graph(case_of(edited(file_of("item"), tmp_path, in_one_step)))
-    assert "the CPU waits in cudaDeviceSynchronize once in 1 of 3 steps" in found.evidence
+    found = graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, in_one_step)))
+    assert found.evidence.endswith("the CPU waits in cudaDeviceSynchronize once in 1 of 3 steps")
+
+
+def with_shapes_of_values(events):
+    """Let the products of each step have another number of rows."""
+    for number, mark in enumerate(raw_steps(events)):
+        for e in in_step(events, mark, "cpu_op"):
+            if e["name"] in ("aten::mm", "aten::addmm"):
+                e["args"]["Input Dims"] = [[dim + number for dim in one] for one in e["args"]["Input Dims"]]
+
+
+def test_shapes_that_values_of_the_model_may_decide_are_not_padded(tmp_path):
+    assert graphs.graph_as_it_is(case_of(edited(file_of("item"), tmp_path, with_shapes_of_values))) is None
+    found = priced_changes(file_of("finetune"))["cuda_graph"]  # this model reads whether its mask has a zero
+    assert found.evidence.endswith("with different shapes; the CPU waits in aten::is_nonzero once")
+
+
+def with_a_slow_first_step(events):
+    """Let the first step wait at its end for a kernel that takes 380 ms."""
+    mark = raw_steps(events)[0]
+    last = end(mark) - 1
+    for e in events:
+        if e.get("ts", 0) > last:
+            e["ts"] += 400_000
+    mark["dur"] += 400_000
+    ids, kernel = {"correlation": 10**8}, next(e for e in events if e.get("cat") == "kernel")
+    launch = event("cudaLaunchKernel", "cuda_runtime", last + 5, 5, **ids)
+    wait = event("cudaDeviceSynchronize", "cuda_runtime", last + 15, 380_050, correlation=10**8 + 1)
+    events += [one | {"pid": mark["pid"], "tid": mark["tid"]} for one in (launch, wait)]
+    events.append(kernel | {"ts": last + 20, "dur": 380_000, "args": kernel["args"] | ids})
+
+
+def test_a_step_that_does_not_count_decides_no_padded_length(tmp_path):
+    case = case_of(edited(file_of("lengths"), tmp_path, with_a_slow_first_step))
+    assert case.summary.left_out
+    assert graphs.graph_as_it_is(case).least_us < 1000
 
 
 @pytest.mark.parametrize(("before", "after"), [
@@ -158,6 +298,32 @@ def test_a_synchronization_that_not_every_step_makes_is_counted_so(tmp_path):
 def test_graphs_of_another_model_are_not_what_was_proposed(before, after, capsys):
     assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
     assert "proposed it" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("op", "is_proposed"),
+    [("aten::mul_", True), ("aten::_fused_adamw_", True), ("aten::gelu", False), ("GeluBackward0", False)],
+)
+def test_steps_may_differ_outside_forward_and_backward(tmp_path, op, is_proposed):
+    """One of the steps launches another kernel: in the average of the weights, the optimizer, or the model."""
+
+    def another_kernel(events):
+        mark = raw_steps(events)[1]
+        around = next(e for e in in_step(events, mark, "cpu_op") if e["name"] == op)
+        calls = {
+            e["args"]["correlation"]
+            for e in in_step(events, mark, "cuda_runtime", "cuda_driver")
+            if e["tid"] == around["tid"] and around["ts"] <= e["ts"] < end(around)
+        }
+        kernel = next(e for e in events if e.get("cat") == "kernel" and e["args"]["correlation"] in calls)
+        kernel["name"] = "another_kernel"
+
+    before = graphs.graph_as_it_is(case_of(file_of("ema"))).evidence
+    case = case_of(edited(file_of("ema"), tmp_path, another_kernel))
+    assert not case.summary.llm.same_in_all_steps
+    found = graphs.graph_as_it_is(case)
+    assert (found is not None) is is_proposed
+    assert not found or (found.evidence == before and found.title == "replay forward and backward as CUDA graphs")
 
 
 def test_what_a_program_reads_outside_its_model_stays():

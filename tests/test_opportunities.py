@@ -1126,11 +1126,13 @@ def test_a_cuda_graph_of_training_ends_with_backward(name):
     ("before", "captured", "between"),
     [
         ("aten::linear", 22, ", no synchronization between them"),
+        ("aten::layer_norm", 22, ", the CPU waits in cudaDeviceSynchronize once"),
+        ("aten::ones_like", 21, "; the CPU waits only around the loss, in cudaDeviceSynchronize"),
         ("aten::item", 22, ", no synchronization between them"),
     ],
 )
-def test_waits_outside_forward_and_backward_stay_beside_the_graphs(tmp_path, before, captured, between):
-    """Each step calls torch.cuda.synchronize() before forward, or after the optimizer."""
+def test_only_a_wait_inside_forward_or_backward_is_dropped_for_the_graphs(tmp_path, before, captured, between):
+    """Each step calls torch.cuda.synchronize() before forward, in it, before backward, or after the optimizer."""
     document = json.loads(gzip.decompress((TESTS / "train_item.json.gz").read_bytes()))
     events = document["traceEvents"]
     for number, mark in enumerate(raw_steps(events)):
@@ -1143,6 +1145,7 @@ def test_waits_outside_forward_and_backward_stay_beside_the_graphs(tmp_path, bef
     file = tmp_path / "waits.json"
     file.write_text(json.dumps(document))
     found = priced_changes(file)["cuda_graph"]
+    assert found.title.startswith("drop synchronizations") is (before == "aten::layer_norm")
     assert f"{captured} identical launches per step in forward and backward{between}" in found.evidence
 
 

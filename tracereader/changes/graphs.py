@@ -1,7 +1,8 @@
 """Changes that replay launches as CUDA graphs."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from statistics import median_low
 
@@ -12,14 +13,17 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.fusion import includes_the_loss
 from tracereader.changes.host import (
+    READS_A_TRUTH,
     copies_input,
     host,
+    how_to_drop,
+    reads_a_value,
     waits_before_a_launch,
     waits_in,
 )
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.vetoes import stays_eager
-from tracereader.figures.decoding import MANY_LAUNCHES
+from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.phases import (
     BACKWARD,
@@ -29,12 +33,15 @@ from tracereader.figures.phases import (
     backward_nodes,
     beside_backward,
     first_of_backward,
+    forwards_of,
     in_backward,
     of_model,
+    outside_model,
     work_beside_the_model,
 )
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.steps import labels
+from tracereader.figures.training import asking
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.replay.changes import (
@@ -47,13 +54,17 @@ from tracereader.replay.changes import (
 )
 from tracereader.replay.changes import cuda_graph as as_cuda_graph
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
-from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS
-from tracereader.trace.op_names import COPYING, OF_UNKNOWN_SIZE, READ_A_VALUE
+from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION
+from tracereader.trace.op_names import COPYING, MATMULS, OF_UNKNOWN_SIZE, READ_A_VALUE
 from tracereader.two_runs.faster import ALMOST, graphs_launched, share_in_graphs, share_kept
 from tracereader.two_runs.same_work import LEFT, compiled, same_products_as_long
 from tracereader.two_runs.side import Side
 
+# At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
+# that a mask selects launches 15%.
+OF_THE_LOSS = 0.25
 # Two calls of a graphed model and then one backward gave wrong gradients on an H100: the second call had overwritten
 # what the first one keeps for backward.
 CALLED_ONCE = "torch.cuda.make_graphed_callables if backward follows each call"
@@ -100,30 +111,27 @@ def cuda_graph(case: Case) -> Proposal | None:
 def _without_obstacles(case: Case) -> Proposal | None:
     """Return a proposal to remove what keeps CUDA graphs out of an overhead-bound step, as a bound of what that saves.
 
-    These are waits between the launches, and launches that differ from step to step. The trace does not show whether
-    the program can do without them.
+    These are waits between the launches, launches that differ from step to step, and sparse gradients. The trace does
+    not show whether the program can do without them.
     """
     summary, trains = case.summary, case.trace.trains
     if summary.waits_for != "overhead" or summary.chosen.launches < MANY_LAUNCHES or not can_be_captured(case):
         return None
     if summary.debugging.checked_gradients:
         return None  # each check waits: see anomaly_detection
-    training = summary.training
-    calls_model = any(one.backward_us for one in training.optimizers)
-    if trains and (case.differentiates_twice or training.has_sparse_gradients or calls_model):
-        return None  # graphs of a model hold none of these
+    if trains and (case.differentiates_twice or any(one.backward_us for one in summary.training.optimizers)):
+        return None  # graphs of a model cannot hold gradients of gradients, or a model that an optimizer calls
     stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
     kept = {id(op) for some in stays.values() for op in some}
     waits = [op for op in waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]
-    # Without a wait, nothing is copied to or from the CPU for it.
-    copies = filter(None, (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, *COPYING))) for op in waits))
-    without = Case(case.trace, summary, without_ops(without_waits(case.graph, waits), copies))
+    without = Case(case.trace, summary, without_waits(case.graph, waits))
     runs = {key: list(filter(_is_long, some)) for key, some in _runs(without, stays).items()}
     captured = len(_captured(runs, case.replayed))
     if 2 * captured < summary.chosen.launches:
         return None
     obstacles = [_counted_waits(case, waits)] if waits else []
     obstacles += ["the launches differ from step to step"] * (not (summary.llm.same_in_all_steps or case.is_single))
+    obstacles += ["gradients are sparse"] * (trains and summary.training.has_sparse_gradients)
     if not obstacles:
         return None
     graph = as_cuda_graph(without.graph, chain(*runs.values()))
@@ -146,13 +154,22 @@ def graph_as_it_is(case: Case) -> Proposal | None:
         return None
     many = summary.chosen.launches >= MANY_LAUNCHES
     if not (summary.llm.same_in_all_steps or single):
-        return None
+        if case.differentiates_twice:
+            return None
+        return (_graphs_of_the_same_model(case) or _with_fixed_shapes(case)) if many else None
     if case.trace.trains:
         if not many:
             return None
         return _graph_of_training_step(case) or (None if case.differentiates_twice else _graphs_of_training(case))
-    if waits := list(waits_before_a_launch(case, case.trace.steps[len(case.summary.left_out) :])):
-        return None if single else _graphs_between_reads(case, waits)
+    if waits := list(waits_before_a_launch(case, _counted_steps(case))):
+        if single:
+            return None
+        if found := _graphs_between_reads(case, waits):
+            return found
+        here = list(waits_before_a_launch(case, case.steps))
+        if not many or not all(map(_is_in_compiled_model, filter(reads_a_value, here))):
+            return None  # what an eager program reads may be its result
+        return _without_waits(case, here, _graph_of_step)
     if many:
         return _graph_of_step(case)
     return None if single else _small_graph(case)
@@ -195,6 +212,66 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
     return proposal and msgspec.structs.replace(proposal, how=how)
 
 
+def _graphs_of_the_same_model(case: Case) -> Proposal | None:
+    """Return a proposal to replay forward and backward if only these are the same in all steps."""
+    if not case.trace.trains:
+        return None
+    of_model = []
+    for step in _counted_steps(case):
+        outside = outside_model(case.trace, step)
+        of_model.append(msgspec.structs.replace(step, work=tuple(one for one in step.work if id(one) not in outside)))
+    return _graphs_of_training(case, only_model=True) if same_in_all_steps(of_model) else None
+
+
+def _with_fixed_shapes(case: Case) -> Proposal | None:
+    """Return a proposal to pad inputs, and then to use CUDA graphs, for steps that differ only in recorded shapes.
+
+    Padded steps take at least as long as the GPU is busy in the longest one. None if shapes may depend on results.
+    """
+    step, *others = _counted_steps(case)
+    if any(op.kind == "op" for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
+        return None
+    waits = [op for one in case.steps for op in _in_the_model(case, one, host(one).waits) if not copies_input(case, op)]
+    if any(reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) for op in waits):
+        return None  # the number may be a size
+    ops, shapes = _ops_and_shapes(step)
+    found = [_ops_and_shapes(other) for other in others]
+    if any(other != ops for other, _ in found) or all(other == shapes for _, other in found):
+        return None
+    if not case.trace.trains and next(waits_before_a_launch(case, case.steps), None):
+        return None
+    proposal = _graphs_of_training(case) if case.trace.trains else _graph_of_step(case)
+    if proposal is None:
+        return None
+    return msgspec.structs.replace(
+        proposal,
+        evidence="all steps call the same ops, with different shapes"
+        + (f"; {_counted_waits(case, waits)}" if waits else ""),
+        how=f"pad inputs to one shape or to a few (pad_to_multiple_of); then {proposal.how}",
+        assumed=True,
+        title="pad to fixed shapes, then use CUDA graphs",
+        least_us=max(one.gpu_busy_us for one in case.summary.steps[len(case.summary.left_out) :]),
+    )
+
+
+def _counted_steps(case: Case) -> Sequence[Step]:
+    """Return all steps of the trace that count, also those that are not replayed."""
+    return case.trace.steps[len(case.summary.left_out) :]
+
+
+def _in_the_model(case: Case, step: Step, calls: Iterable[Op]) -> list[Op]:
+    """Return the calls in forward, in backward, or between the two; none where these are not known."""
+    inside = Lengths(of_model(case.trace, step))
+    return [op for op in calls if inside.between(op.start, op.start + 1)]
+
+
+def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
+    """Return how often a step calls each op, and each matrix product with its recorded shapes."""
+    ops = [op for op in step.walk() if op.kind == "op"]
+    shapes = Counter(f"{op.name} {op.inputs.recorded}" for op in ops if op.name in MATMULS)
+    return Counter(op.name for op in ops), shapes
+
+
 def _compiled(case: Case) -> str:
     """Return how torch.compile makes graphs of a model, as the first of two ways; "" if it does not."""
     if stays_eager(case):
@@ -204,54 +281,68 @@ def _compiled(case: Case) -> str:
     return 'torch.compile(model, mode="reduce-overhead"), or '
 
 
-def _graphs_of_training(case: Case) -> Proposal | None:
-    """Return a proposal to replay forward and backward.
+def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None:
+    """Return a proposal to replay forward and backward. only_model: what is launched before forward stays as it is.
 
-    Only copies of inputs, and what lies outside forward and backward, may wait between their launches. An optimizer
-    counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through autograd,
-    which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with sparse
-    gradients: no recorded program shows that a graph can hold them. None if an optimizer calls the model itself.
+    Only copies of inputs, the loss, and what lies outside forward and backward may wait between their launches. The
+    proposal drops other waits if it can. An optimizer counts its steps on the CPU, so it cannot be captured without
+    changes. Gradients leave a graph through autograd, which passes each one to its parameter. What follows backward,
+    such as clipping, stays, too. None with sparse gradients: no recorded program shows that a graph can hold them. None
+    if an optimizer calls the model itself.
     """
     training = case.summary.training
     if training.has_sparse_gradients or any(one.backward_us for one in training.optimizers):
         return None
-    single = case.is_single
-    stays = {id(step): [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step)] for step in case.steps}
+    single, stays = case.is_single, {}
+    for step in case.steps:
+        beside = outside_model(case.trace, step) if only_model else set()
+        calls = [one.launch for one in step.work if id(one) in beside and one.launch is not None]
+        stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step), *calls]
     runs = _runs(case, stays)
     here = id(case.replayed)
     waits = {id(step): _waits_between(case, step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not copies_input(case, op)] for key, some in waits.items()}
-    if any(_waits_in_the_model(case, step, others[id(step)]) for step in case.steps):
-        return None
+    inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
+    how = _compiled(case) + CALLED_ONCE
     copies = len(others[here]) < len(waits[here])
     between = _between(case, copies)
-    if any(others.values()):
+    if any(inside.values()):
+        runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
+        if not single and not all(runs.values()):
+            if any(_in_the_model(case, step, inside[id(step)]) != inside[id(step)] for step in case.steps):
+                return None
+            proposed = partial(_graphs_of_training, only_model=only_model)
+            return _without_waits(case, list(chain(*inside.values())), proposed)
+        how = "if backward follows each call, torch.cuda.make_graphed_callables without the loss"
+    if any(len(inside[key]) < len(some) for key, some in others.items()):
         runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
     if not all(runs.values()):
         return None
-    if any(others.values()):
+    if any(others.values()) and not case.graph.gone:
         shown = next(key for key in (here, *others) if others[key])
+        places = ["around the loss"] if inside[shown] else []
+        places += ["outside forward and backward"] if len(inside[shown]) < len(others[shown]) else []
         names = listed(dict.fromkeys(map(waits_in, others[shown])))
         but = "apart from copies to the GPU, " if copies else ""
-        between = f"; {but}the CPU waits only outside forward and backward, in {names}"
+        between = f"; {but}the CPU waits only {' and '.join(places)}, in {names}"
     if not (captured := _captured(runs, case.replayed)):
         return None
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), _beside_graphs(case)),
         _launches(len(captured), single, " in forward and backward", between),
-        _compiled(case) + CALLED_ONCE + _prepared_gradients(case),
+        how + _prepared_gradients(case),
         assumed=single,
         title="replay forward and backward as CUDA graphs",
     )
 
 
-def _waits_in_the_model(case: Case, step: Step, waits: Sequence[Op]) -> bool:
-    """Return whether a call waits in forward, in backward, or between the two; True where these are not known.
+def _inside_the_model(case: Case, step: Step, waits: Sequence[Op]) -> list[Op]:
+    """Return the calls that wait in forward, in backward, or between the two; all where these are not known.
 
     Before the first backward that is not known, because forward may begin with parts that need no gradients.
     """
     since, inside = first_of_backward(step), Lengths(of_model(case.trace, step))
-    return any(not inside.ends or op.start < since or inside.between(op.start, op.start + 1) for op in waits)
+    return [op for op in waits if not inside.ends or op.start < since or inside.between(op.start, op.start + 1)]
 
 
 def _prepared_gradients(case: Case) -> str:
@@ -275,6 +366,33 @@ def _beside_graphs(case: Case) -> Iterator[tuple[tuple, int, float]]:
         usual = median_low([op.us for op in adding]) if adding else 0.0
         for op in step.named(ACCUMULATES.__eq__):
             yield op.track, op.start, max(op.us, usual) + prices.AROUND * case.launch_us
+
+
+def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
+    """Return these runs without what the loss launches, if the calls wait in its forward or backward; else none.
+
+    The loss is where forward ends and backward begins. It launches little, and no matrix product or convolution.
+    """
+    if not waits:
+        return []
+    last = max(op.end for op in waits)
+    nodes = [node for node in backward_nodes(step) if node.start < last]
+    forwards = [start for node in nodes for _, start in forwards_of(case.trace, node)]
+    first = min([op.start for op in waits] + forwards)
+    launched = (one for one in step.work if one.launch is not None and first <= one.launch.start <= last)
+    of_the_loss, found, launches = {id(one): one for one in launched}, [], 0
+    for run in runs:
+        kept = []
+        for op, work in run:
+            launches += len(work)
+            if op.start < first or (op.start > last and in_backward(op)):
+                kept.append((op, work))
+            else:
+                of_the_loss |= {id(one): one for one in work}
+        if kept:
+            found.append(kept)
+    small = len(of_the_loss) <= OF_THE_LOSS * launches
+    return found if small and not any(says(one).family in HEAVY for one in of_the_loss.values()) else []
 
 
 def _is_long(run: Run) -> bool:
@@ -370,10 +488,10 @@ def _captured(runs: dict[int, list[Run]], step: Step) -> list[Work]:
 
 
 def _waits_between(case: Case, step: Step, captured: Iterable[Work]) -> list[Op]:
-    """Return the calls of a step that wait between the launches of these activities."""
+    """Return the calls of a step that wait between the launches of these activities, if they are not dropped."""
     launches = [one.launch.start for one in captured if one.launch is not None] or [step.end]
     first, last = min(launches), max(launches)
-    return [op for op in host(step).waits if first < op.start < last]
+    return [op for op in host(step).waits if first < op.start < last and not case.graph.is_gone(op)]
 
 
 def _beside_the_model(case: Case, step: Step) -> list[Op]:
@@ -405,26 +523,30 @@ def _computes_alone(case: Case) -> bool:
     )
 
 
-def long_runs(case: Case, around: Container[int]) -> tuple[list[Run], int]:
-    """Return the runs between waits that are worth a graph, and the number of their launches in a replayed step.
+def long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Run], int, int]:
+    """Return the runs that are worth a graph, and the number of launches and of graphs of a replayed step.
 
-    around: the ids of ops. The ops of a run with few launches, or without any of these ops, stay.
+    Each run of launches between two waits is a graph. The ops of a run with few launches stay. around: the ids of ops;
+    the ops of a run without any of them stay, too.
     """
-    found, captured = [], 0
+    found, captured, graphs = [], 0, 0
     for step in case.steps:
         for run in launches_between_waits(case.graph, step):
-            if _is_long(run) and any(id(op) in around for op, _ in run):
-                found.append(run)
-                captured += sum(len(work) for _, work in run) if step is case.replayed else 0
-    return found, captured
+            if not _is_long(run) or not (around is None or any(id(op) in around for op, _ in run)):
+                continue
+            found.append(run)
+            if step is case.replayed:
+                captured, graphs = captured + sum(len(work) for _, work in run), graphs + 1
+    return found, captured, graphs
 
 
 def _between(case: Case, copies: bool) -> str:
     """Return what synchronizes between the launches of a graph.
 
-    Nothing is said if the launches wait for their kernels themselves. copies: whether inputs are copied there.
+    Nothing is said if other waits are dropped, or if the launches wait for their kernels themselves. copies: whether
+    inputs are copied there.
     """
-    if case.summary.debugging.blocking_launches and not copies:
+    if case.graph.gone or (case.summary.debugging.blocking_launches and not copies):
         return ""
     return ONLY_COPIES if copies else NO_WAITS
 
@@ -464,6 +586,30 @@ def _small_graph(case: Case) -> Proposal:
     )
 
 
+def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], Proposal | None]) -> Proposal | None:
+    """Return a proposal to drop these waits of the replayed steps, and then to use CUDA graphs.
+
+    None if the trace does not show how the program can drop each of them. What a value decides is not recorded.
+    proposed: returns the proposal for the case without these waits.
+    """
+    ways = {id(op): how_to_drop(op) for op in waits}
+    if not all(ways.values()) or any(map(case.graph.is_gone, waits)):
+        return None
+    copies = filter(None, (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, *COPYING))) for op in waits))
+    graph = without_ops(without_waits(case.graph, waits), copies)
+    found = proposed(Case(case.trace, case.summary, graph))
+    if found is None:
+        return None
+    first = listed(dict.fromkeys(ways.values()))
+    return msgspec.structs.replace(
+        found,
+        evidence=f"between {found.evidence}, {_counted_waits(case, waits)}",
+        how=f"{first}; then {found.how}",
+        assumed=True,
+        title="drop synchronizations, then use CUDA graphs",
+    )
+
+
 def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
     """Return where the CPU waits in these calls of the replayed steps, and how often in one of these steps."""
     by_step = [[op for op in waits if step.start <= op.start < step.end] for step in (case.replayed, *case.steps)]
@@ -475,6 +621,11 @@ def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
     return f"the CPU waits in {listed(f'{name} {how_often(count)}' for name, count in names.most_common(3))}{seldom}"
 
 
+def _is_in_compiled_model(call: Op) -> bool:
+    """Return whether a model that was passed to torch.compile makes this call."""
+    return any(above.name.startswith(REGION) for above in call.above())
+
+
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     """Return a proposal to replay the launches between these waits, if none of them is a wait for a result's size.
 
@@ -482,16 +633,14 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     """
     if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
         return None
-    runs = {key: list(filter(_is_long, some)) for key, some in _runs(case).items()}
-    here = runs[id(case.replayed)]
-    if not here:
+    runs, captured, graphs = long_runs(case)
+    if not graphs:
         return None
-    captured = len(_captured(runs, case.replayed))
     names = listed(dict.fromkeys(map(waits_in, waits)))
     return Proposal(
-        as_cuda_graph(case.graph, chain(*runs.values())),
+        as_cuda_graph(case.graph, runs),
         f"{captured:,} of {case.summary.chosen.launches:,} launches are identical in every step, in "
-        f"{counted(len(here), 'group')} between the synchronizations of {names}",
+        f"{counted(graphs, 'group')} between the synchronizations of {names}",
         "torch.cuda.graph for each group",
         title="use CUDA graphs between synchronizations",
     )

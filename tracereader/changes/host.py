@@ -5,17 +5,20 @@ from typing import NamedTuple
 
 from tracereader.changes.context import Case
 from tracereader.figures.pace import PAUSE_US
-from tracereader.figures.phases import kept_by_step
+from tracereader.figures.phases import in_backward, kept_by_step
 from tracereader.figures.training import asking
 from tracereader.findings.ops import NO_VALUES, is_of_a_library
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.intervals import clipped, length, union
 from tracereader.trace.labels import AUTOGRAD
-from tracereader.trace.op_names import FOREACH, INDEXES
+from tracereader.trace.op_names import COPYING, FOREACH, INDEXES, READ_A_VALUE
 from tracereader.trace.waits import is_wait, waits_of
 
 # backward() makes the gradient of a loss with this op, and then calls autograd's engine.
 FIRST_GRADIENT = "aten::ones_like"
+READS_A_TRUTH = "aten::is_nonzero"
+# A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
+VALUE_US = 10
 
 
 class Stretch(NamedTuple):
@@ -121,3 +124,26 @@ def copies_input(case: Case, call: Op) -> bool:
     """Return whether a call waits for a copy of the program's to the GPU."""
     copies = is_wait(call) and any("HtoD" in one.name for one in copied(call))
     return copies and not case.is_internal(call) and not asking(call).startswith(INDEXES)
+
+
+def reads_a_value(call: Op) -> bool:
+    """Return whether the model waits here for a copy of one or a few values to the CPU."""
+    if in_backward(call):
+        return False  # anomaly detection does
+    if asking(call).startswith(READ_A_VALUE):
+        return True
+    some = copied(call) if asking(call).startswith(COPYING) else []
+    return bool(some) and all("DtoH" in one.name and one.us < VALUE_US for one in some)
+
+
+def how_to_drop(call: Op) -> str | None:
+    """Return how the program can do without a wait; None if the trace does not show a way."""
+    if waits_in(call) == call.name and "DeviceSynchronize" in call.name:
+        return "drop torch.cuda.synchronize()"  # a stream's or an event's may be for a copy that is needed
+    name, some = asking(call), copied(call)
+    if name.startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
+        return "keep index tensors, and values that indexing writes, on the GPU"
+    if reads_a_value(call):
+        unless = "" if name.startswith(READS_A_TRUTH) else " if it decides no shapes"
+        return f"keep the value of {name} on the GPU{unless} (torch.where instead of if)"
+    return None

@@ -139,7 +139,7 @@ def static_cache(case: Case) -> Proposal | None:
         seen = f"each pass through the model recomputes all tokens and has one more, here from {least:,} to {most:,}"
     else:
         return None
-    runs, captured = long_runs(case, {id(op) for call in calls for op in (call, *call.above())})
+    runs, captured, _ = long_runs(case, {id(op) for call in calls for op in (call, *call.above())})
     if not captured:
         return None
     return Proposal(

@@ -186,6 +186,12 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         calls = {id(one.launch): one.launch for one in self.trace.work if one.launch is not None}
         return sorted([call.start for call in calls.values()])
 
+    def is_gone(self, op: Op) -> bool:
+        """Return whether changes have removed the CPU time in which this op or call starts."""
+        spans = self.gone.get(op.track, ())
+        place = bisect.bisect_right(spans, op.start, key=operator.itemgetter(0))
+        return place > 0 and op.start < spans[place - 1][1]
+
     def ends(self) -> list[int]:
         """Return the end of each node (ns). Its start is its end minus its `dur`."""
         ends: list[int] = []
