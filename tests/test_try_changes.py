@@ -112,13 +112,12 @@ def test_nothing_helps_where_nothing_does(searched, capsys):
 
 
 @pytest.mark.parametrize("disturbed", (0.0, 0.3))
-def test_savings_within_the_noise_are_hardly_ever_claimed(searched, disturbed):
-    """Also where other programs make a third of the runs up to twice as long: there in 1 of 200 searches."""
-    claimed = 0
+def test_savings_within_the_noise_are_never_claimed(searched, disturbed):
+    """Also where other programs make a third of the runs up to twice as long."""
     for seed in range(16):
         session = searched(Simulated({}, ON_CPU, noise=0.03, seed=seed, disturbed=disturbed))
-        claimed += bool(session.together) or any(session.saving(one.keys).helps for one in session.runs if one.keys)
-    assert claimed <= (1 if disturbed else 0)
+        assert session.together == ()
+        assert not [one.keys for one in session.runs if one.keys and session.saving(one.keys).helps]
 
 
 def test_a_large_saving_is_found_beside_disturbed_runs(searched):
@@ -666,7 +665,9 @@ def set_to_none():
 def nudged():
     made = changes.install(torch, [changes.NUDGED])
     model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
-    plain.load_state_dict(model.state_dict())
+    refused = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn), requires_grad=False)  # torch cannot multiply it
+    model.register_parameter("scaled", refused)
+    plain.load_state_dict(model.state_dict(), strict=False)
     torch.manual_seed(1)
     expected = torch.rand(1).item()
     torch.manual_seed(1)

@@ -132,12 +132,14 @@ def saving(pairs: Sequence[tuple[Sequence[float], float]], noise: Noise) -> Savi
     """Return what a change saves: of one or two runs the mean ratio, of more the median ratio.
 
     pairs: for each run with the change the steps of the runs as it is around it (µs), and its own step. The median is
-    that of the ratios to each of them, because two runs share the one between them, which may be a disturbed one.
+    that of the ratios to each of them, because two runs share the one between them, which may be a disturbed one, or
+    the median of the mean ratios, whichever is smaller.
     """
     each = [[math.log(after / one) for one in before] for before, after in pairs]
     logs = [statistics.fmean(ratios) for ratios in each]
     is_median = len(logs) >= MEDIAN_FROM
-    middle = statistics.median(itertools.chain.from_iterable(each)) if is_median else statistics.fmean(logs)
+    medians = statistics.median(itertools.chain.from_iterable(each)), statistics.median(logs)
+    middle = min(medians, key=abs) if is_median else statistics.fmean(logs)
     share = 1 - math.exp(middle)
     # The runs as it is on both sides of a run are shared with its neighbors, so that they count once.
     around = min(len(pairs) + 1, sum(map(len, each)))

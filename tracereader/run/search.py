@@ -281,7 +281,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
             _improve(session, session.bet)
         _each_alone(session)
         if session.together and session.is_equal(session.together):
-            _improve(session, session.together)
+            session.together = tuple(sorted(_each_added(session, session.together)))  # some were measured alone since
         else:
             _measure_again(session, until=SINGLES + 0.1)
             _all_together(session)
@@ -357,8 +357,7 @@ def _bet(session: Session) -> None:
         if one.is_safe and not (one.group and one.group in groups) and not late:
             keys.append(one.key)
             groups.add(one.group)
-    keys = keys[:BET]
-    bet = tuple(sorted(keys))
+    bet = tuple(sorted(keys[:BET]))
     while len(bet) > 1 and len(session.of(bet)) < BET_ROUNDS and session.fits(bet, AS_IT_IS, AS_IT_IS):
         if _run(session, bet) is None:
             return

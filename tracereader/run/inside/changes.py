@@ -486,8 +486,9 @@ class Changes:
         """Change each weight by about as much as TF32, or its own type if that is coarser, rounds it."""
         torch = self.torch
         with torch.no_grad():
-            for weight in module.parameters():
-                if weight.is_floating_point():
+            for weight in filter(torch.is_floating_point, module.parameters()):
+                # A weight that torch cannot multiply so stays: of a type without arithmetic, or spread over devices.
+                with contextlib.suppress(RuntimeError, NotImplementedError):
                     generator = torch.Generator(weight.device).manual_seed(0)  # the program's own numbers stay the same
                     part = max(TF32_ROUNDING, torch.finfo(weight.dtype).eps)
                     random_ = torch.randn(weight.shape, generator=generator, device=weight.device)
