@@ -237,7 +237,7 @@ def parse(
 
     settings = given | {"script": script.stem, "declared": declared, "needs_gpu": needs_gpu, "on_cpu": on_cpu}
     # prepare(), which needs torch, sets these; processes() sets ranks if there are several.
-    settled_later = {"tag": "", "profiled": {}, "predictions": (), "ranks": None}
+    settled_later = {"tag": "", "profiled": {}, "predictions": (), "threads": None, "ranks": None}
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 

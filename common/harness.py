@@ -84,9 +84,8 @@ def prepare(args, predictions: Callable[..., Iterable] = lambda args: ()):
     inductor.cpp.enable_kernel_profile = True  # or a CPU trace would not show Inductor's C++ kernels
     torch.manual_seed(args.seed)
     if device.type == "cpu":
-        args = replace(args, **args.on_cpu)
-        if not place():  # ranks share the cores, and would disturb each other's measurement
-            steady_threads()
+        # Ranks share the cores, and would disturb each other's measurement.
+        args = replace(args, **args.on_cpu, threads=None if place() else steady_threads())
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
     return replace(settled, predictions=tuple(predictions(settled)))
@@ -331,7 +330,7 @@ def save(
         smaller=args.on_cpu if args.device.type == "cpu" else {},
         rank=args.ranks.rank if args.ranks else 0,
         ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
-        threads=steady_threads() if args.device.type == "cpu" and not args.ranks else None,
+        threads=args.threads,
     )
 
 

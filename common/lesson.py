@@ -106,12 +106,13 @@ def _header(run: Run) -> None:
     if run.smaller:
         taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.smaller.items())
         paragraph(out, f"This run is smaller because it is on a CPU: {taken}")
-    if run.threads and run.threads["used"] < run.threads["count"]:
+    threads = run.threads
+    if threads and threads["used"] < threads["count"]:
         paragraph(
             out,
-            f"Other programs use the cores: a small operation takes {duration(run.threads['us'])} on "
-            f"{run.threads['count']} CPU threads and {duration(run.threads['one_us'])} on one. So this run uses "
-            f"{run.threads['used']}. OMP_NUM_THREADS={run.threads['count']} keeps all {run.threads['count']}",
+            f"A small operation takes {duration(threads['us'])} on {threads['count']} CPU threads and "
+            f"{duration(threads['one_us'])} on one, probably because other programs use the cores. So this run uses "
+            f"{threads['used']}; with OMP_NUM_THREADS={threads['count']} it would use {threads['count']}",
         )
 
 

@@ -282,7 +282,7 @@ def test_the_report_depends_on_the_file_alone(run, tmp_path, capsys):
 
     assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
     said = capsys.readouterr().out.splitlines()
-    header = 2 + any(line.startswith("Other programs use the cores") for line in said)
+    header = 2 + any(line.startswith("A small operation takes ") for line in said)
     said = said[header : 1 + next(number for number, line in enumerate(said) if line.startswith("more: "))]
     *command, trace = said[-1].removeprefix("more: ").split()
     assert command == ["uv", "run", "read-trace"]
