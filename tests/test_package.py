@@ -88,7 +88,7 @@ def test_the_wheel_installs_without_torch_and_reads_traces(tmp_path, wheel, ours
     packages = {path.name.split("-")[0].lower() for path in (tmp_path / "empty").rglob("*.dist-info")}
     assert packages == {"read_trace", "rich", "msgspec", "markdown_it_py", "mdurl", "pygments", "protobuf"}
     size = sum(file.stat().st_size for file in (tmp_path / "empty").rglob("*") if file.is_file())
-    assert size < 35e6
+    assert size < 31e6
 
     read_trace = python.parent / "read-trace"
     assert json.loads(printed(read_trace, TRACE, "--json"))["devices"] == ["NVIDIA H200"]
