@@ -483,6 +483,13 @@ def test_inference_goes_on_to_its_own_end_where_that_is_asked_for(tmp_path):
     assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1]
 
 
+def test_a_program_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path):
+    asks = "import importlib.util\nassert importlib.util.find_spec('torch')"  # as transformers does
+    found, traces = recorded(tmp_path, f"{asks}\n{LOOP}for i in range(100_000): {STEP}")
+    assert found.returncode == 0 and len(traces) == 1, found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
+
+
 def test_a_program_without_torch_is_told_so(tmp_path):
     found, traces = recorded(tmp_path, "print('hello')")
     assert (found.returncode, found.stdout, traces) == (0, "hello\n", {})
