@@ -40,7 +40,6 @@ class CpuWork(msgspec.Struct, frozen=True):
     gb_s: float | None
     roof: str | None  # compute or memory: the limit that it is closer to
     of_roof: float | None  # the achieved share of that limit
-    best_us: float | None = None  # the time of a product at the best rates of the run
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
@@ -159,9 +158,6 @@ def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[Cpu
             reliable = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
         else:
             reliable = False
-        if known and one.product:
-            best_us = max(one.flops / roofs.tflops / 1e6, one.least_bytes / roofs.gb_s / 1e3)
-            one = msgspec.structs.replace(one, best_us=best_us)
         yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if reliable else one
 
 

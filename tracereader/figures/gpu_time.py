@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.steps import graph_spans, ops_recorded, spanned
+from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
@@ -244,13 +244,6 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
         FamilyTime(family, ns / 1e3, ns / total if total else 0.0, pieces[family])
         for family, ns in sorted(times.items(), key=lambda item: -item[1])
     )
-
-
-def idle_in_graphs_us(step: Step) -> float:
-    """Return the time (µs) without work between the first and the last activity of each launch of a CUDA graph."""
-    spans = graph_spans(step)
-    busy = Lengths(union((one.start, one.start + one.dur) for one in step.work)) if spans else None
-    return sum(end - start - busy.between(start, end) for start, end in spans) / 1e3
 
 
 def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:

@@ -57,7 +57,6 @@ class RankFigures(msgspec.Struct, frozen=True):
     waited_for_others_us: the sum of the waits in matched collectives. A wait lasts from this rank's start to that
     of the last rank to arrive.
     waiting_us: the same, but waits that overlap are counted once.
-    waiting_in_steps_us: waiting_us of the collectives that each step launched, in the order of `steps`.
     waited_exposed_us: the exposed part of the waits. together_exposed_us: the exposed time after the last rank arrived.
     exposed_in_last_us: the exposed time in the last collective of each step, without the wait.
     late_us: the part of the exposed communication before the launch of the next kernel.
@@ -66,8 +65,6 @@ class RankFigures(msgspec.Struct, frozen=True):
     kernels: the number of kernels in the steps, without communication.
     launches: the number of calls in the steps that launch GPU work.
     between_launches_us: the CPU's mean time from a launch to the next one, without pauses; None without launches.
-
-    A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
     """
 
     rank: int
@@ -76,7 +73,6 @@ class RankFigures(msgspec.Struct, frozen=True):
     total: Times
     waited_for_others_us: float
     waiting_us: float
-    waiting_in_steps_us: tuple[float, ...]
     waited_exposed_us: float
     together_exposed_us: float
     exposed_in_last_us: float
@@ -679,7 +675,6 @@ def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
         **{name: getattr(one, name) for name in KEPT},
         waited_for_others_us=sum(map(length, by_step.values())) / 1e3,
         waiting_us=length(waiting) / 1e3,
-        waiting_in_steps_us=tuple(length(union(by_step[step.name])) / 1e3 for step in one.steps),
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
         together_exposed_us=length(both(minus(mine, waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,

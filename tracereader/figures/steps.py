@@ -37,23 +37,17 @@ OUTSIDE_CALLS = "outside every call"
 class Excess(msgspec.Struct, frozen=True):
     """The extra time of a step compared with the typical step, by self time per name.
 
-    before_first_op_us: the extra time between the annotation's start and the first op. first_calls: time in calls that
-    the typical step does not make, by name. slower: the extra time by name, the largest first; less_us: the time that
-    the other names saved, in total. more_calls: names called more often, with their calls in this step, their calls in
-    the typical step, and the time of the added calls at the typical step's time per call, the costliest first. runtime:
-    the names in more_calls that are CUDA runtime API calls. times_low to times_high: the factor by which a call slowed
-    down, for most names in both steps; None if too few are long enough. alike_us: the part of us in calls that took up
-    to times_high times as long.
+    first_calls: time in calls that the typical step does not make, by name. slower: the extra time by name, the largest
+    first; less_us: the time that the other names saved, in total. times_low to times_high: the factor by which a call
+    slowed down, for most names in both steps; None if too few are long enough. alike_us: the part of us in calls that
+    took up to times_high times as long.
     """
 
     us: float
-    before_first_op_us: float
     first_calls: dict[str, float]
     overheads: dict[str, float]  # the profiler's and the driver's own slices that start in the step
     slower: dict[str, float]
     less_us: float
-    more_calls: dict[str, tuple[int, int, float]]
-    runtime: list[str]
     times_low: float | None
     times_high: float | None
     alike_us: float
@@ -86,7 +80,6 @@ class StepFacts(msgspec.Struct, frozen=True):
     gpu_idle_share: float | None  # from its first GPU work to the next step's; the whole step if it is the only one
     launch_to_start_us: float | None  # from the first launch call to the start of the activity
     occupancy_queries: int
-    idle_before_us: float | None  # between the end of the step before it and its own start
     compiled: list[str]  # torch.compile's compilations in it, as 0/1: frame 0, compiled once before
     compile_us: float
     times_the_typical: float | None  # its CPU time over the typical step's, if it stands out among three or more
@@ -273,8 +266,6 @@ def stands_out(trace: Trace, step: Step, usual: Step) -> bool:
 
 def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     """Return the measurements of every step, compared with the typical one."""
-    gaps = [_label_gap_us(step) for step in trace.steps]
-    usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     when_busy = {device: Lengths(busy) for device, busy in _busy_by_device(trace.work).items()}
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace)
@@ -283,8 +274,8 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     asked = [one.start for one in trace.queries]
     lost = trace.quality.incomplete
     facts = []
-    before = usual_self = None
-    for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
+    usual_self = None
+    for step, gpu_us, stretch in zip(trace.steps, busy, stretches, strict=True):
         has_launch = [(one.launch.start, one.start) for one in step.work if one.launch is not None]
         launched, started = min(has_launch, default=(None, None))
         ratio = _ratio(trace, step, usual)
@@ -298,23 +289,21 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
             StepFacts(
                 name=step.name,
                 cpu_us=step.us,
-                label_to_first_op_us=gap,
+                label_to_first_op_us=_label_gap_us(step),
                 launches=sum(op.kind == "runtime" for op in step.named(LAUNCH.match)) if lost else launches(step),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch and not lost else None,
                 launch_to_start_us=(started - launched) / 1e3 if has_launch and not lost else None,
                 occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
-                idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,
                 compile_us=compile_us,
                 times_the_typical=ratio if stands_out(trace, step, usual) else None,
-                excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
+                excess=_excess(trace, step, usual, usual_self) if wide else None,
                 gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
                 loading_us=length(waits) / 1e3 if (waits := loader_waits(step)) else None,
             )
         )
-        before = step
     return tuple(facts)
 
 
@@ -441,7 +430,7 @@ def _label_gap_us(step: Step) -> float | None:
     return (first.start - (label.start if label else step.start)) / 1e3 if first else None
 
 
-def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self: dict[str, "_Own"]) -> Excess:
+def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]) -> Excess:
     overheads = Counter()
     for one in _within(trace.overheads, step):
         overheads[one.name] += one.us
@@ -452,12 +441,6 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     first_calls = {name: mine.us for name, mine in own.items() if name not in usual_self}
     slower = first_calls | {name: mine.us - theirs.us for name, (mine, theirs) in both.items()}
     gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)
-    more_calls = {
-        name: (mine.calls, theirs.calls, (mine.calls - theirs.calls) * theirs.us / theirs.calls)
-        for name, (mine, theirs) in both.items()
-        if mine.calls > theirs.calls
-    }
-    more_calls = dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8])
     times = sorted(
         mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in of_calls if theirs.us >= LONG_ENOUGH_US
     )
@@ -465,13 +448,10 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     high = times[-1 - spared] if len(times) >= 3 else None
     return Excess(
         us=step.us - usual.us,
-        before_first_op_us=gap_excess,
         first_calls=_largest(first_calls),
         overheads=_largest(overheads),
         slower=_largest({name: us for name, us in slower.items() if us > 0}),
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
-        more_calls=more_calls,
-        runtime=[name for name in more_calls if own[name].kinds == {"runtime"}],
         times_low=times[spared] if high is not None else None,
         times_high=high,
         alike_us=sum(

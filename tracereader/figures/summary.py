@@ -17,11 +17,9 @@ from tracereader.figures.debugging import Debugging, debugging
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
-    WeightReads,
     decoding,
     same_in_all_steps,
     unneeded,
-    weight_reads,
 )
 from tracereader.figures.gpu_time import (
     FamilyTime,
@@ -30,7 +28,6 @@ from tracereader.figures.gpu_time import (
     families,
     gpu_time,
     idle_in,
-    idle_in_graphs_us,
     parts_by_device,
 )
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
@@ -80,7 +77,6 @@ class LanguageModel(msgspec.Struct, frozen=True):
     """
 
     decoding: Decoding | None
-    weight_reads: tuple[WeightReads, ...]
     unneeded: Unneeded
     same_in_all_steps: bool | None
 
@@ -118,7 +114,6 @@ class Summary(msgspec.Struct, frozen=True):
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU idle time before launches, by the launching thread's activity
     first_wait_us: float | None  # of the first launched activity, with nothing recorded running
-    idle_in_graphs_us: float  # of the step: between the activities of CUDA graphs
     idle_python: dict[str, float]  # the part of it outside ops and calls, by Python function; empty without stacks
     cpu: Cpu
     places: Places
@@ -247,7 +242,6 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         step_gpu=_alone(trace, step, parts, start, end) if step.work and not incomplete else None,
         idle_in=waits_in,
         first_wait_us=None if incomplete else _first_wait_us(trace, start),
-        idle_in_graphs_us=idle_in_graphs_us(step),
         idle_python=waits_in_python,
         cpu=Cpu(trace, step, layers),
         places=Places(by_label(step), by_phase(trace, step), *by_module(trace, step)),
@@ -257,7 +251,6 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
         llm=LanguageModel(
             decoding=decoding(trace, lanes, usual_busy_us(facts[left_out:])),
-            weight_reads=weight_reads(trace, step, measured),
             unneeded=unneeded(step, measured),
             same_in_all_steps=same_in_all_steps(counted),
         ),
