@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from operator import attrgetter
 
 import msgspec
@@ -29,7 +29,6 @@ MUCH_BUSY = 0.5
 # the H200 reduce-overhead made a step of 2 slower (claim 19).
 MANY_LAUNCHES = 50
 COMPARED = 2  # steps whose shapes are compared with those of the first step; names are compared in all steps
-DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
 # For ops that take weights, the position of the input, and the positions of weight and bias, among the arguments.
 TAKES_WEIGHTS = {
     "aten::linear": (0, (1, 2)),
@@ -72,27 +71,33 @@ class Decoding(msgspec.Struct, frozen=True):
         return max(self.read_us, self.multiply_us or 0.0) if self.read_us else None
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """Some of a step's calls and the GPU work that they launch."""
+class LanguageModel(msgspec.Struct, frozen=True):
+    """The reads and repetitions of a language model's step, and work that it may not need.
 
-    calls: int
-    pieces: int
-    gpu_us: float
-    cpu_us: float
-
-
-class Unneeded(msgspec.Struct, frozen=True):
-    """Work that a step may not need. A part is None if the step has none of it.
-
-    weight_casts: the casts that convert a layer's weight or bias; needs recorded shapes. expanded: keys and values that
-    are written out for each query head that shares them, before attention. logits_kept: the number of rows kept of the
-    last product's result, if not all of them are; needs recorded shapes.
+    decoding: None if the run did not store what a step reads. expanded: the number of copies that write keys and values
+    out for each query head that shares them, before attention. weight_casts: the number of casts of a layer's weight or
+    bias; needs recorded shapes. logits_kept: the number of rows kept of the last product's result, if not all of them
+    are; needs recorded shapes. same_in_all_steps: see same_in_all_steps().
     """
 
-    casts: Asked | None
-    expanded: Asked | None
-    weight_casts: Asked | None = None
-    logits_kept: int | None = None
+    decoding: Decoding | None
+    expanded: int
+    weight_casts: int
+    logits_kept: int | None
+    same_in_all_steps: bool | None
+
+
+def language_model(
+    limits: Decoding | None, counted: Sequence[Step], step: Step, measured: Sequence[GpuWork]
+) -> LanguageModel:
+    """Return the figures of the reported step. counted: all measured steps. measured: the step's GPU work."""
+    return LanguageModel(
+        decoding=limits,
+        expanded=sum(len(work) for _, work in expanded(step)) or len(expanded_by_inductor(measured)),
+        weight_casts=sum(len(work) for _, work in weight_casts(step)),
+        logits_kept=_logits_kept(step, measured),
+        same_in_all_steps=same_in_all_steps(counted),
+    )
 
 
 def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Decoding | None:
@@ -163,52 +168,6 @@ def _signature(step: Step) -> Counter[tuple]:
     return _by_stream(step, found)
 
 
-def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
-    """Return the casts of a step, and its keys and values that are expanded in memory."""
-    asking = step.asking
-    casts: dict[int, tuple[Op, list[Work]]] = {}
-    for one, launching in zip(step.work, asking, strict=True):
-        if launching is None or launching.name not in COPYING or one.kind != "kernel":
-            continue
-        if op := _cast(launching):
-            casts.setdefault(id(op), (op, []))[1].append(one)
-    copies = expanded(step)
-    of_weights = weight_casts(step)
-    some = casts or copies or of_weights
-    us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)} if some else {}
-    compiled = [] if copies else [measured[place].us for place in expanded_by_inductor(measured)]
-    return Unneeded(
-        casts=_asked(list(casts.values()), us),
-        expanded=_asked(copies, us) or (Asked(len(compiled), len(compiled), sum(compiled), 0.0) if compiled else None),
-        weight_casts=_asked(of_weights, us),
-        logits_kept=_logits_kept(step, asking, measured),
-    )
-
-
-def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Asked | None:
-    if not calls:
-        return None
-    pieces = [one for _, work in calls for one in work]
-    return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
-
-
-def _cast(launching: Op) -> Op | None:
-    """Return the outermost aten::to whose cast this op launches."""
-    found, casts = None, False
-    for op in chain((launching,), islice(launching.above(), DEEPEST_CAST)):
-        if op.name == "aten::_to_copy":
-            casts = True
-        elif op.name == "aten::copy_":
-            types = op.inputs.types
-            if len(types) > 1 and types[0] == types[1]:
-                return None  # the copy changes the layout or the device, not the type
-        elif op.name == "aten::to" and casts:
-            found = op
-        else:
-            break
-    return found
-
-
 def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
     """Return the ops of a step that cast a layer's weight or bias to another type, with the work that each launches."""
     found, pending = [], []
@@ -241,9 +200,10 @@ def _cast_below(op: Op) -> list[Work]:
     return [one for one in _copies(op) if one.kind == "kernel"]
 
 
-def _logits_kept(step: Step, asking: Sequence[Op | None], measured: Sequence[GpuWork]) -> int | None:
+def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
     """Return the number of rows kept of the last product's result, if nothing but a cast reads all of them."""
-    products = [(op, one.product) for op, one in zip(asking, measured, strict=True) if one.product and op is not None]
+    asked = zip(step.asking, measured, strict=True)
+    products = [(op, one.product) for op, one in asked if one.product and op is not None]
     if not products:
         return None
     last, shape = products[-1]

@@ -14,13 +14,7 @@ from tracereader.figures.compiled import Compiled, compiled
 from tracereader.figures.counters import Counters, counters
 from tracereader.figures.cpu import Cpu
 from tracereader.figures.debugging import Debugging, debugging
-from tracereader.figures.decoding import (
-    Decoding,
-    Unneeded,
-    decoding,
-    same_in_all_steps,
-    unneeded,
-)
+from tracereader.figures.decoding import LanguageModel, decoding, language_model
 from tracereader.figures.gpu_time import (
     FamilyTime,
     GpuTime,
@@ -67,18 +61,6 @@ class Attention(msgspec.Struct, frozen=True):
     hidden_copies: tuple[HiddenCopy, ...]
     mask_made: MaskMade | None
     cast_products: CastProducts | None
-
-
-class LanguageModel(msgspec.Struct, frozen=True):
-    """The reads and repetitions of a language model's step.
-
-    decoding: None if the run did not store what a step reads. same_in_all_steps: whether all steps have the same GPU
-    work; None for a single step, or for very many launches.
-    """
-
-    decoding: Decoding | None
-    unneeded: Unneeded
-    same_in_all_steps: bool | None
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -249,11 +231,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         communication=communication(trace, counted, parts, start, end, regime.steady),
         debugging=debugging(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
-        llm=LanguageModel(
-            decoding=decoding(trace, lanes, usual_busy_us(facts[left_out:])),
-            unneeded=unneeded(step, measured),
-            same_in_all_steps=same_in_all_steps(counted),
-        ),
+        llm=language_model(decoding(trace, lanes, usual_busy_us(facts[left_out:])), counted, step, measured),
         compiled=compiled(trace),
         profiler=profiler(trace),
         counters=counters(trace, step, measured),

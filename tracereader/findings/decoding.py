@@ -76,7 +76,7 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
     """
     facts = summary.llm.decoding and summary.llm.decoding.facts
     phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
-    needed = (facts.batch if facts else 1) if phase == "prefill" else summary.llm.unneeded.logits_kept
+    needed = (facts.batch if facts else 1) if phase == "prefill" else summary.llm.logits_kept
     products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
     if not needed or len(products) < 3:
         return None, 0
