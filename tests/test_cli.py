@@ -367,8 +367,6 @@ def test_work_launched_from_another_thread_belongs_to_the_step(tmp_path):
 def test_slices_that_cross_are_no_defect(tmp_path, capsys):
     slices = [event("outer", ts=10, dur=10), event("crosses", ts=15, dur=10), event("in", ts=11, dur=2)]
     file = written(tmp_path, slices)
-    ours = read(file)
-    assert ours.crosses
     assert cli.main([str(file)]) == 0
     assert "overlap" not in capsys.readouterr().out, "they change no figure, and present versions of Perfetto show them"
 

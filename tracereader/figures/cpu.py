@@ -8,7 +8,7 @@ import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import OfInputs, by_inputs
-from tracereader.figures.steps import label_of, self_us, self_us_of
+from tracereader.figures.steps import label_of, self_ns, self_us
 from tracereader.trace import Op, Step, Trace
 from tracereader.trace.backends import shows_use
 from tracereader.trace.grouped import grouped
@@ -103,13 +103,6 @@ class Cpu:
             return {name: self.ops[name] for name in names if name in self.ops}
         return self._times(self._calls("op", set(names)))
 
-    def self_us_of(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the self times (µs) of the ops with these names, which is faster still."""
-        if self._trace is None:
-            return {name: self.ops[name].self_us for name in names if name in self.ops}
-        nested = not self._trace.crosses
-        return {name: self_us_of(calls, nested) for name, calls in self._calls("op", set(names)).items()}
-
     @cached_property
     def without_gpu_work(self) -> list[str]:
         """Return the names of the ops whose calls launch no GPU work, neither directly nor below them."""
@@ -129,13 +122,7 @@ class Cpu:
     @cached_property
     def recorded_us(self) -> float:
         """Return the sum of the self times (µs) of all ops and runtime calls."""
-        labels = self._step.labels
-        if self._trace.crosses:
-            return sum(self_us(op) for op in self._step.walk() if op.kind != "label")
-        outermost = [op for op in self._step.roots if op.kind != "label"]
-        outermost += [op for label in labels for op in label.children if op.kind != "label"]
-        inside = [label for label in labels if label.parent is not None and label.parent.kind != "label"]
-        return (sum(map(_dur, outermost)) - sum(map(_dur, inside))) / 1e3
+        return sum(self_ns(op) for op in self._step.walk() if op.kind != "label") / 1e3
 
     @cached_property
     def inputs(self) -> dict[str, dict[str, int]]:
@@ -200,8 +187,8 @@ class Cpu:
 
     def _times(self, calls: Mapping[str, list[Op]]) -> dict[str, OpTimes]:
         """Return the times of calls that are given by name."""
-        launching, nested, found = self._launching, not self._trace.crosses, {}
+        launching, found = self._launching, {}
         for name, same in calls.items():
-            total_us, own_us = sum(map(_dur, same)) / 1e3, self_us_of(same, nested)
+            total_us, own_us = sum(map(_dur, same)) / 1e3, sum(map(self_ns, same)) / 1e3
             found[name] = OpTimes(len(same), total_us, own_us, (same[0].kind, name) in launching)
         return found

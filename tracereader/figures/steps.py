@@ -220,21 +220,19 @@ def label_of(step: Step) -> Op | None:
 
 
 def self_us(op: Op) -> float:
-    """Return the self time (µs) of a call. A child that ends after the call counts only up to the call's end."""
+    """Return the self time (µs) of a call."""
+    return self_ns(op) / 1e3
+
+
+def self_ns(op: Op) -> int:
+    """Return the self time (ns) of a call. A child that ends after the call counts only up to the call's end."""
     if not op.children:
-        return op.dur / 1e3
+        return op.dur
     own = op.dur - sum([child.dur for child in op.children])
     last, end = op.children[-1], op.start + op.dur
     if last.start + last.dur > end:
         own += sum(max(0, child.end - end) for child in op.children)
-    return max(0, own) / 1e3
-
-
-def self_us_of(calls: Sequence[Op], nested: bool) -> float:
-    """Return the sum of the self times (µs) of some calls. nested: whether every child ends before its parent."""
-    if not nested:
-        return sum(map(self_us, calls))
-    return (sum([op.dur for op in calls]) - sum([child.dur for op in calls for child in op.children])) / 1e3
+    return max(0, own)
 
 
 def launches(step: Step) -> int:

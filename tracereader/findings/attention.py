@@ -232,7 +232,7 @@ def low_occupancy(summary: Summary) -> Verdict:
 def time_in_a_library(summary: Summary) -> Verdict:
     """The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there."""
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-    own = summary.cpu.self_us_of(makers)
+    own = {name: one.self_us for name, one in summary.cpu.ops_named(makers).items()}
     total = summary.cpu.recorded_us
     name = max(own, key=own.get, default=None)
     if name is None or not total:
