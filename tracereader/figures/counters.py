@@ -27,6 +27,7 @@ KINDS = (
     ("sm_mhz", re.compile(r"SM Clock \(MHz\)")),
     ("memory_mhz", re.compile(r"Memory Clock \(MHz\)")),
 )
+OF_KERNELS = ("sm_active", "dram")  # those that are also given for single kernels
 # This counter is computed from each kernel's duration and the median clock, so it is no measurement.
 DERIVED = "Cycles (Current Kernel)"
 # A sample holds for at most this many of its counter's usual intervals. After a longer gap, samples were lost.
@@ -104,6 +105,9 @@ def counters(trace: Trace, chosen: Step, measured: Sequence[GpuWork]) -> Counter
     interval = {name: median(after - before for before, after in pairwise(one.times)) for name, one in samples.items()}
     sized = [one for one in measured if one.bytes_moved and one.kind == "kernel"]
     summed, peaks = sum(one.us for one in measured), common_peaks(trace.devices)
+    of_kinds = {
+        kind: (samples[names[kind]], LOST_AFTER * interval[names[kind]]) for kind in names if kind in OF_KERNELS
+    }
     start, end = spanned(chosen.work) if chosen.work else (0, 0)
     by_shapes = sum(one.bytes_moved for one in sized) / (end - start) / peaks.gb_s if peaks and end > start else None
     return Counters(
@@ -111,7 +115,7 @@ def counters(trace: Trace, chosen: Step, measured: Sequence[GpuWork]) -> Counter
         names=names,
         interval_us={name: ns / 1e3 for name, ns in interval.items()},
         steps=tuple(_of_step(step, device, samples, interval) for step in trace.steps if step.work),
-        kernels=_of_kernels(trace, chosen, measured, device, samples, names, interval),
+        kernels=_of_kernels(trace, chosen, measured, device, of_kinds),
         dram_by_shapes=by_shapes if sized else None,
         known=sum(one.us for one in sized) / summed if summed else 0.0,
     )
@@ -140,20 +144,14 @@ def _mean(samples: Samples, start: int, end: int, longest: float) -> float | Non
 
 
 def _of_kernels(
-    trace: Trace,
-    chosen: Step,
-    measured: Sequence[GpuWork],
-    device: object,
-    samples: dict[str, Samples],
-    names: dict[str, str],
-    interval: dict[str, float],
+    trace: Trace, chosen: Step, measured: Sequence[GpuWork], device: object, kinds: dict[str, tuple[Samples, float]]
 ) -> tuple[KernelCounters, ...]:
-    kinds = [kind for kind in ("sm_active", "dram") if kind in names]
+    """Return the kernels with whole samples. kinds: the samples of each of OF_KERNELS, and how long one holds."""
     everything = (pair for step in (trace.steps if kinds else ()) for pair in numbered(step.work))
     same = grouped((key, one) for key, one in everything if one.device == device)
     peaks, found = common_peaks(trace.devices), []
     for place, ((key, _), one) in enumerate(zip(numbered(chosen.work), measured, strict=True)):
-        inside = {kind: _inside(samples[names[kind]], same[key], LOST_AFTER * interval[names[kind]]) for kind in kinds}
+        inside = {kind: _inside(some, same[key], longest) for kind, (some, longest) in kinds.items()}
         count = max(map(len, inside.values()), default=0)
         if not count or not one.ran_alone or one.kind != "kernel":
             continue

@@ -59,16 +59,8 @@ def pace(starts: Sequence[int], end: int, mixed: bool = False) -> float:
     return median(with_a_middle([*(after - before for before, after in pairwise(starts)), end - starts[-1]]))
 
 
-def recorded_step_us(trace: Trace, usual: Step) -> float:
-    """Return the step's time (µs) while it was recorded: on the CPU or on the GPU, whichever is longer.
-
-    Without GPU work it is the typical step's CPU time. usual: the typical step.
-    """
-    return max(lanes_us(trace, usual).values())
-
-
 def lanes_us(trace: Trace, usual: Step) -> dict[str, float]:
-    """Return the step's time (µs) while it was recorded, by lane.
+    """Return the step's time (µs) while it was recorded, by lane. The longer one is the step's time.
 
     The GPU's time is that of the busiest stream over all steps. Without GPU work there is only the CPU's lane, with the
     typical step's time. usual: the typical step. What does not belong to a step does not count: the first step's wait

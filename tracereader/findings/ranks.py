@@ -645,18 +645,13 @@ def _ranks_of_stages(summary: RanksSummary) -> dict[int, list[int]]:
     return grouped((at, rank) for rank, at in stage.items())
 
 
-def _compute_by_rank(summary: RanksSummary) -> tuple[dict[int, float], float]:
-    """Return each rank's compute per step, and the time by which it has to be longer to be named (µs)."""
-    figures = _Usual(summary)
-    return figures.of(None, "computes"), MUCH_LONGER * median(figures.of(None, "us").values())
-
-
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:
     """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others.
 
     Most of its ranks have to compute longer, because one slow rank makes no slow stage.
     """
-    ranks, (computes, least) = _ranks_of_stages(summary), _compute_by_rank(summary)
+    ranks, figures = _ranks_of_stages(summary), _Usual(summary)
+    computes, least = figures.of(None, "computes"), MUCH_LONGER * median(figures.of(None, "us").values())
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
     if len(by_stage) < 2 or not summary.steps:
         return None
@@ -697,20 +692,12 @@ def sentences(summary: RanksSummary) -> list[str]:
     messages = _of_messages(summary)
     if not summary.matched:
         return [*messages, *_exposed(summary)] if messages else [_nothing_matched(summary)]
-    found = _of_collectives(summary)
-    for_messages = max((share(one, one.message_waits.us) for one in summary.ranks), default=0.0)
-    if for_messages > max(share(one, one.waited_exposed_us) for one in summary.ranks):
-        found = [*messages, *found]
-    else:
-        found += messages
-    return [*found, *_exposed(summary)]
-
-
-def _of_collectives(summary: RanksSummary) -> list[str]:
     found = _who_waits(summary, straggler(summary))
     if why := loss(summary):
         found.insert(1, _why(why, summary))
-    return found
+    for_messages = max(share(one, one.message_waits.us) for one in summary.ranks)
+    messages_first = for_messages > max(share(one, one.waited_exposed_us) for one in summary.ranks)
+    return [*(messages + found if messages_first else found + messages), *_exposed(summary)]
 
 
 def _nothing_matched(summary: RanksSummary) -> str:
