@@ -6,7 +6,6 @@ the next one. A counter counts the whole device, so other programs on the GPU at
 
 import bisect
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
@@ -17,7 +16,7 @@ from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.steps import busy_us, spanned
 from tracereader.trace import Samples, Step, Trace, Work
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 
 # The quantities of counters. torch's newer collector writes the first names, and Kineto writes CUPTI's names.
 KINDS = (
@@ -86,10 +85,7 @@ def counters(trace: Trace, chosen: Step, measured: Sequence[GpuWork]) -> Counter
     """Return the counters of the busiest device; None if the trace has none. measured: the chosen step's GPU work."""
     if not trace.counters:
         return None
-    busy: dict[object, int] = defaultdict(int)
-    for step in trace.steps:
-        for one in step.work:
-            busy[one.device] += one.dur
+    busy = totals((one.device, one.dur) for step in trace.steps for one in step.work)
     counted = {device for device, _ in trace.counters}
     device = max((one for one in busy if one in counted), key=busy.__getitem__, default=None)
     if device is None:

@@ -232,16 +232,15 @@ def launched_by(following: Work, left: int, right: int) -> int:
 
 def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
     """Return the summed GPU time between two stamps (ns) by family of kernel, the largest first."""
-    times, pieces = defaultdict(int), defaultdict(int)
+    by_family = defaultdict(list)
     for one in work:
         begin, stop = one.start, one.start + one.dur
         if begin < end and stop > start:
-            family = says(one).family
-            times[family] += (stop if stop < end else end) - (begin if begin > start else start)
-            pieces[family] += 1
+            by_family[says(one).family].append((stop if stop < end else end) - (begin if begin > start else start))
+    times = {family: sum(some) for family, some in by_family.items()}
     total = sum(times.values())
     return tuple(
-        FamilyTime(family, ns / 1e3, ns / total if total else 0.0, pieces[family])
+        FamilyTime(family, ns / 1e3, ns / total if total else 0.0, len(by_family[family]))
         for family, ns in sorted(times.items(), key=lambda item: -item[1])
     )
 

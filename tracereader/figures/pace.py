@@ -1,6 +1,5 @@
 """The time from one step's start to the next one's, and the steps that are measured."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -8,6 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 from tracereader.trace import Step, Trace, Work
+from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, length_between, union
 from tracereader.trace.quality import usual_amount
 from tracereader.trace.waits import OF_THE_DEVICE
@@ -122,10 +122,7 @@ def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
     everything = [step.work for step in steps]
     if len({one.track for work in everything for one in work}) <= 1:
         return everything
-    busy: dict[tuple, int] = defaultdict(int)
-    for step in steps:
-        for one in step.work:
-            busy[one.track] += one.dur
+    busy = totals((one.track, one.dur) for work in everything for one in work)
     busiest = max(busy, key=busy.__getitem__)
     found = [[one for one in step.work if one.track == busiest] for step in steps]
     return found if all(found) else everything

@@ -1,7 +1,6 @@
 """The regime: what limits the steps. Only this file decides it; findings/steps.py has the sentences."""
 
 import bisect
-from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -13,6 +12,7 @@ from tracereader.figures.gpu_work import GpuWork, gpu_work
 from tracereader.figures.pace import cold_spans, on_busiest_stream, window
 from tracereader.figures.steps import launches, spanned, stands_out
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, minus, union
 from tracereader.trace.waits import synchronizes
 
@@ -157,8 +157,6 @@ def _roof_met(work: Sequence[GpuWork], busy: float) -> str:
 
     busy: the share of the step in which the GPU is busy.
     """
-    near, most = Counter(), MUCH_KNOWN * sum(one.us for one in work)
-    for one in work:
-        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
-            near[one.roof] += one.us
+    near = totals((one.roof, one.us) for one in work if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF)
+    most = MUCH_KNOWN * sum(one.us for one in work)
     return next((roof for roof, us in near.most_common(1) if us * busy > most), "gpu")

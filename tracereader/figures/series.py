@@ -9,6 +9,7 @@ import msgspec
 from tracereader.figures.gpu_work import numbered
 from tracereader.figures.steps import self_us
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import grouped
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -50,14 +51,10 @@ def series(trace: Trace, step: Step, left_out: Sequence[str] = ()) -> tuple[Seri
             for key, work in numbered(one.work):
                 times[key][one.name] = work.us
         elif one.name not in left_out:
-            own, calls = Counter(), Counter()
-            for op in one.walk():
-                if op.kind == "op":
-                    own[op.name] += self_us(op)
-                    calls[op.name] += 1
-            for name, us in own.items():
-                if calls[name] == usual[name]:
-                    times[name, 0][one.name] = us
+            calls = grouped((op.name, self_us(op)) for op in one.walk() if op.kind == "op")
+            for name, us in calls.items():
+                if len(us) == usual[name]:
+                    times[name, 0][one.name] = sum(us)
                 else:
                     others[name] += 1
     found = [_series(name, nth, on_gpu, some, others[name]) for (name, nth), some in times.items() if step.name in some]

@@ -38,6 +38,7 @@ from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, ty
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import clipped, length, union
 
 
@@ -161,10 +162,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def by_family(self) -> Counter:
         """Return the times of that GPU work by family."""
-        times = Counter()
-        for one in self.gpu_work:
-            times[one.family] += one.us
-        return times
+        return totals((one.family, one.us) for one in self.gpu_work)
 
     @property
     def gpu_us(self) -> float:

@@ -1,7 +1,7 @@
 """Parts of a training step: backward by op, recomputation, optimizer, synchronizations, DataLoader, memory."""
 
 import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
@@ -187,18 +187,17 @@ def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op
     begun = {start for _, start in trace.forward_of.values()}
     names = {(op.track, op.start): op.name for op in reversed(ops) if op.start in begun and op.kind == "op"}
     inside = ids_inside(again)  # another op's forward: the first backward recomputes everything that was dropped
-    gpu, pieces = Counter(), Counter()
+    gpu = defaultdict(list)
     starts = {start for _, start in trace.forward_of}
     for one in step.work:
         for op in one.launch.above() if one.launch and id(one.launch) not in inside else ():
             forward = trace.forward_of.get((op.track, op.start)) if op.start in starts else None
             if forward is not None:
-                name = names.get(forward)
-                if name is not None:
-                    gpu[name] += one.dur
-                    pieces[name] += 1
+                if forward in names:
+                    gpu[names[forward]].append(one.dur)
                 break
-    return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in gpu.most_common())
+    places = (Place(name, None, sum(ns) / 1e3, len(ns)) for name, ns in gpu.items())
+    return tuple(sorted(places, key=lambda one: -one.gpu_us))
 
 
 class _Numbers(msgspec.Struct):

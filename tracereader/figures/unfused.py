@@ -154,10 +154,8 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
     item, other = into[0].item, out_of[0].item
     elements = scores.batch * scores.m * scores.n
     written, read, moved = 1, 1, elements * (item + other)
-    asked = {}  # by op, because several kernels of one op read its inputs once
-    for one, op in between:
-        if op is not None:
-            asked.setdefault(id(op), (one, op))
+    # By op, because several kernels of one op read its inputs once.
+    asked = {id(op): (one, op) for one, op in reversed(between) if op is not None}
     for one, op in asked.values():
         reads, writes = _passes(op, one.name, elements)
         written, read, moved = written + len(writes), read + len(reads), moved + elements * sum(reads + writes)

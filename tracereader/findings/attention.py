@@ -1,7 +1,6 @@
 """Findings about attention and hidden work of eager code around it: copies, masks, casts, old kernels."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +10,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings import finding as words
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import CPU, GPU, TREE, Verdict, counted, duration, finding, listed, size
+from tracereader.trace.grouped import totals
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
 # The ops that scaled_dot_product_attention can call, and torch's name for each backend.
@@ -178,9 +178,7 @@ def for_an_older_gpu(summary: Summary) -> Verdict:
     if us <= 0.1 * summary.summed_us:
         shown = listed(sorted({f"sm {sm}" for _, sm in generations if sm}))
         return Verdict(False, f"{shown}, run on sm {own}")
-    by_name = Counter()
-    for one in older:
-        by_name[one.name] += one.us
+    by_name = totals((one.name, one.us) for one in older)
     first = short(by_name.most_common(1)[0][0], 50)
     which = f"{counted(len(older), 'kernel')}, the costliest {first}," if len(by_name) > 1 else first
     whole = duration(summary.summed_us)

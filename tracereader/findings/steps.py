@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -17,6 +17,7 @@ from tracereader.findings import finding as words
 from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, finding, in_one_unit, part_of
 from tracereader.trace import STEP
 from tracereader.trace.backends import shows_use
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import cut, short
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 from tracereader.trace.marks import DECODES
@@ -205,14 +206,12 @@ def reached(work: Sequence[GpuWork | CpuWork]) -> float:
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
     """Return what limits a step without GPU work (outside: time in no recorded op), and a sentence with the figures."""
-    step_us, groups = summary.chosen.cpu_us, defaultdict(list)
+    step_us = summary.chosen.cpu_us
     loading = summary.training.loading
     if loading is not None and loading.share > MUCH_WAITING:
         return "cpu-only", f"the step waits for the DataLoader's next batch for {loading.share:.0%} of its time"
-    for one in summary.cpu.cpu_work:
-        if one.of_roof is not None:
-            groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
-    for (near, roof), ops in groups.items():
+    known = (one for one in summary.cpu.cpu_work if one.of_roof is not None)
+    for (near, roof), ops in grouped(((one.of_roof >= NEAR_THE_ROOF, one.roof), one) for one in known).items():
         us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
             share = reached(ops)
