@@ -1,6 +1,6 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from operator import attrgetter
 
@@ -72,7 +72,7 @@ class Cpu:
     def keep(self) -> None:
         """Measure everything now, so that the trace can be freed."""
         if self._trace is not None:
-            for name in (*self.FIELDS, "without_gpu_work", "recorded_calls", "ops_and_launches", "recorded_us"):
+            for name in (*self.FIELDS, "recorded_calls", "ops_and_launches", "recorded_us"):
                 getattr(self, name)
             self.__dict__.pop("_reach_gpu", None)
             self._trace = self._step = self._layers = None
@@ -95,19 +95,7 @@ class Cpu:
 
     @cached_property
     def ops(self) -> dict[str, OpTimes]:
-        return self._times(self._calls("op"))
-
-    def ops_named(self, names: Iterable[str]) -> dict[str, OpTimes]:
-        """Return the ops with these names, which is faster than all of `ops`."""
-        if self._trace is None or "ops" in self.__dict__:
-            return {name: self.ops[name] for name in names if name in self.ops}
-        return self._times(self._calls("op", set(names)))
-
-    @cached_property
-    def without_gpu_work(self) -> list[str]:
-        """Return the names of the ops whose calls launch no GPU work, neither directly nor below them."""
-        names = dict.fromkeys([op.name for op in self._step.walk() if op.kind == "op"])
-        return [name for name in names if ("op", name) not in self._launching]
+        return self._times("op")
 
     @cached_property
     def recorded_calls(self) -> int:
@@ -147,7 +135,7 @@ class Cpu:
     @cached_property
     def runtime(self) -> dict[str, OpTimes]:
         """Return the calls of the CUDA runtime API, including synchronizations."""
-        return self._times(self._calls("runtime"))
+        return self._times("runtime")
 
     @cached_property
     def cpu_work(self) -> tuple[CpuWork, ...]:
@@ -175,20 +163,11 @@ class Cpu:
                 op = op.parent
         return found
 
-    @cached_property
-    def _launching(self) -> set[tuple[str, str]]:
-        """The kinds and names of these calls."""
-        return {(op.kind, op.name) for op in self._reach_gpu.values()}
-
-    def _calls(self, kind: str, names: Container[str] | None = None) -> dict[str, list[Op]]:
-        """Return the calls of one kind by name. names: only these; None for all."""
-        ops = self._step.walk() if names is None else self._step.named(names.__contains__)
-        return grouped((op.name, op) for op in ops if op.kind == kind)
-
-    def _times(self, calls: Mapping[str, list[Op]]) -> dict[str, OpTimes]:
-        """Return the times of calls that are given by name."""
-        launching, found = self._launching, {}
-        for name, same in calls.items():
-            total_us, own_us = sum(map(_dur, same)) / 1e3, sum(map(self_ns, same)) / 1e3
-            found[name] = OpTimes(len(same), total_us, own_us, (same[0].kind, name) in launching)
-        return found
+    def _times(self, kind: str) -> dict[str, OpTimes]:
+        """Return the times of all calls of one kind, by name."""
+        calls = grouped((op.name, op) for op in self._step.walk() if op.kind == kind)
+        launching = {op.name for op in self._reach_gpu.values() if op.kind == kind}
+        return {
+            name: OpTimes(len(same), sum(map(_dur, same)) / 1e3, sum(map(self_ns, same)) / 1e3, name in launching)
+            for name, same in calls.items()
+        }

@@ -38,8 +38,8 @@ class CpuWork(msgspec.Struct, frozen=True):
     bytes_moved: int | None
     least_bytes: int | None  # of factors and result, or the bytes moved
     gb_s: float | None
-    roof: str | None  # compute or memory: the limit that it is closer to
-    of_roof: float | None  # the achieved share of that limit
+    roof: str | None = None  # compute or memory: the limit that it is closer to
+    of_roof: float | None = None  # the achieved share of that limit
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
@@ -136,8 +136,6 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
         bytes_moved=moved,
         least_bytes=shape.elements * first.item if shape else moved,
         gb_s=moved / op.us / 1e3 if moved and op.dur else None,
-        roof=None,
-        of_roof=None,
     )
 
 

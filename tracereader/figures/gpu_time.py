@@ -78,24 +78,20 @@ class Parts(msgspec.Struct, frozen=True):
 
     def between(self, start: int, end: int) -> GpuTime:
         """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""
-        parts = (
-            self.exposed_communication, self.exposed_copy, self.not_launched, self.launched, self.unknown,
-            self.elsewhere,
-        )  # fmt: skip
-        communication, copy, *idle = (length_between(one, start, end) for one in parts)
+        busy = {"exposed_communication_us": self.exposed_communication, "exposed_copy_us": self.exposed_copy}
+        idle = {
+            "idle_not_launched_us": self.not_launched, "idle_launched_us": self.launched,
+            "idle_unknown_us": self.unknown, "idle_elsewhere_us": self.elsewhere,
+        }  # fmt: skip
+        busy, idle = ({name: length_between(one, start, end) for name, one in some.items()} for some in (busy, idle))
         by_family = Counter({family: length_between(some, start, end) for family, some in self.by_family.items()})
         compute = by_family.total()
         return GpuTime(
-            busy_us=(compute + communication + copy) / 1e3,
+            busy_us=(compute + sum(busy.values())) / 1e3,
             compute_us=compute / 1e3,
             compute_by_family={family: ns / 1e3 for family, ns in by_family.most_common() if ns},
-            exposed_communication_us=communication / 1e3,
-            exposed_copy_us=copy / 1e3,
-            idle_us=sum(idle) / 1e3,
-            idle_not_launched_us=idle[0] / 1e3,
-            idle_launched_us=idle[1] / 1e3,
-            idle_unknown_us=idle[2] / 1e3,
-            idle_elsewhere_us=idle[3] / 1e3,
+            idle_us=sum(idle.values()) / 1e3,
+            **{name: ns / 1e3 for name, ns in (busy | idle).items()},
         )
 
 

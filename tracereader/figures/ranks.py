@@ -11,7 +11,7 @@ import msgspec
 
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, hidden, summed
 from tracereader.figures.regime import Regime
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, Lengths, both, length, minus, union
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
@@ -713,9 +713,7 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
     of_group = (((one.group.description, one.ranks, one.group.size), it) for one, it in zip(met, matched, strict=True))
     found = []
     for key, some in grouped(of_group).items():
-        waited: dict[int, float] = defaultdict(float)
-        for one in some:
-            waited[one.last] += sum(one.waits_us)
+        waited = totals((one.last, sum(one.waits_us)) for one in some)
         last = max(waited, key=waited.get)
         of_rank = [sum(each) for each in zip(*(one.waits_us for one in some), strict=True)]
         found.append(

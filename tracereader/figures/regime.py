@@ -91,25 +91,18 @@ def _alone(trace: Trace, step: Step, end: int) -> tuple[int, int]:
     A step begins when the GPU has ended earlier work. A recording without steps begins and ends at any time, so the
     busiest stream's first and last activity are its ends.
     """
-    if trace.has_steps or not step.work:
-        return _own_start(trace, step), end
-    (own,) = on_busiest_stream([step])
-    return spanned(own)
-
-
-def _own_start(trace: Trace, step: Step) -> int:
-    """Return the step's start (ns); if the GPU still ran earlier work after it, the end of that work."""
     if not step.work:
-        return step.start
-    if trace.quality.earlier is not None and step is trace.steps[0]:
-        return max(step.start, min(trace.quality.earlier.until, step.work[0].start))
+        return step.start, end
     (own,) = on_busiest_stream([step])
+    if not trace.has_steps:
+        return spanned(own)
+    if trace.quality.earlier is not None and step is trace.steps[0]:
+        return max(step.start, min(trace.quality.earlier.until, step.work[0].start)), end
     first = own[0]
     before = trace.work[: bisect.bisect_left(trace.work, first.start, key=attrgetter("start"))]
     mine = {id(one) for one in step.work} if before else ()
     ends = [one.end for one in before if one.device == first.device and id(one) not in mine]
-    earlier = max(ends, default=step.start)
-    return max(step.start, min(first.start, earlier))
+    return max(step.start, min(first.start, max(ends, default=step.start))), end
 
 
 def _waits_for(

@@ -9,7 +9,7 @@ import msgspec
 from tracereader.figures.gpu_work import numbered
 from tracereader.figures.steps import self_us
 from tracereader.trace import Step, Trace
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import totals
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -51,10 +51,11 @@ def series(trace: Trace, step: Step, left_out: Sequence[str] = ()) -> tuple[Seri
             for key, work in numbered(one.work):
                 times[key][one.name] = work.us
         elif one.name not in left_out:
-            calls = grouped((op.name, self_us(op)) for op in one.walk() if op.kind == "op")
-            for name, us in calls.items():
-                if len(us) == usual[name]:
-                    times[name, 0][one.name] = sum(us)
+            ops = [op for op in one.walk() if op.kind == "op"]
+            calls = Counter(op.name for op in ops)
+            for name, us in totals((op.name, self_us(op)) for op in ops).items():
+                if calls[name] == usual[name]:
+                    times[name, 0][one.name] = us
                 else:
                     others[name] += 1
     found = [_series(name, nth, on_gpu, some, others[name]) for (name, nth), some in times.items() if step.name in some]

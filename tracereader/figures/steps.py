@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from statistics import median
 
@@ -13,7 +13,7 @@ import msgspec
 
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, Lengths, joined, length, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, LOADER, is_torchs_own
 from tracereader.trace.quality import LAUNCH, usual_amount
@@ -350,19 +350,16 @@ def _farthest(trace: Trace, shapes: bool) -> tuple[int, int] | None:
 def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, int]]:
     """Return pairs of steps that differ by several times: the ratio, and the indexes of the short and the long step."""
     us = {place: trace.steps[place].us for place in places}
-    found = []
-    after = {}  # the shortest step after each
-    shortest = None
-    for place in reversed(places):
-        after[place] = shortest
-        shortest = place if shortest is None or us[place] < us[shortest] else shortest
-    before = None
-    for place in places:
-        for short, least in ((before, SEVERAL), (after[place], BEYOND_A_COLD_START)):
-            if place and short is not None and us[place] >= least * us[short]:
-                found.append((us[place] / us[short], short, place))
-        before = place if before is None or us[place] < us[before] else before
-    return found
+
+    def shortest(some: Iterable[int]) -> list[int]:
+        return list(accumulate(some, lambda one, other: other if us[other] < us[one] else one))
+
+    pairs = [(short, long, SEVERAL) for short, long in zip(shortest(places), places[1:], strict=False)]
+    later = shortest(reversed(places))[::-1]
+    pairs += [(short, long, BEYOND_A_COLD_START) for short, long in zip(later[1:], places, strict=False)]
+    return [
+        (us[long] / us[short], short, long) for short, long, least in pairs if long and us[long] >= least * us[short]
+    ]
 
 
 def _calls(step: Step, shapes: bool) -> Counter:
@@ -429,9 +426,7 @@ def _label_gap_us(step: Step) -> float | None:
 
 
 def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]) -> Excess:
-    overheads = Counter()
-    for one in _within(trace.overheads, step):
-        overheads[one.name] += one.us
+    overheads = totals((one.name, one.us) for one in _within(trace.overheads, step))
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
     # A long pause between ops, in an annotation or outside of all, is the program's own or the DataLoader's.

@@ -230,7 +230,7 @@ def low_occupancy(summary: Summary) -> Verdict:
 def time_in_a_library(summary: Summary) -> Verdict:
     """The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there."""
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-    own = {name: one.self_us for name, one in summary.cpu.ops_named(makers).items()}
+    own = {name: one.self_us for name, one in summary.cpu.ops.items() if name in makers}
     total = summary.cpu.recorded_us
     name = max(own, key=own.get, default=None)
     if name is None or not total:
@@ -244,10 +244,7 @@ def time_in_a_library(summary: Summary) -> Verdict:
 
 def backends(summary: Summary) -> dict[str, int]:
     """Return the number of calls in the step of each backend that scaled_dot_product_attention chose."""
-    calls: dict[str, int] = {}
-    for name, one in summary.cpu.ops_named(BACKENDS).items():
-        calls[BACKENDS[name]] = calls.get(BACKENDS[name], 0) + one.calls
-    return calls
+    return totals((BACKENDS[name], one.calls) for name, one in summary.cpu.ops.items() if name in BACKENDS)
 
 
 @finding(TREE, "scaled_dot_product_attention", teaches=True)

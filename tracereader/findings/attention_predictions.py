@@ -6,6 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings import attention
 from tracereader.findings.finding import Verdict, activities, counted, finding, listed
+from tracereader.findings.ops import with_calls_below
 from tracereader.trace.kernel_names import short
 from tracereader.trace.types import dtype_of
 
@@ -90,13 +91,11 @@ def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
     predicts="_safe_softmax does more than softmax: a row with nothing to attend to becomes 0, not NaN", claims="48"
 )
 def safe_softmax(summary: Summary) -> Verdict:
-    at = next((n for n, call in enumerate(summary.cpu.chain) if call.name == "aten::_safe_softmax"), None)
-    if at is None:
+    found = with_calls_below(summary, "aten::_safe_softmax")
+    if not found:
         return Verdict(False, "no aten::_safe_softmax")
-    chain, depth = summary.cpu.chain, summary.cpu.chain[at].depth
-    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= depth), len(chain))
-    inside = chain[at + 1 : end]
-    top = [call.name for call in inside if call.depth == depth + 1]
+    softmax, inside = found[0]
+    top = [call.name for call in inside if call.depth == softmax.depth + 1]
     launched = sum(len(call.launched) for call in inside)
     seen = listed(top) + (f"; {counted(launched, 'kernel')}, one of them softmax itself" if launched else "")
     return Verdict(len(set(top)) > 1, seen)

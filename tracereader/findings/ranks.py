@@ -2,7 +2,7 @@
 
 import bisect
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 
@@ -13,7 +13,7 @@ from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksS
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
 from tracereader.trace import STEP
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 
 # The share of a rank's time in exposed waits for other ranks from which the wait is named. On two H200s it was 31% in
 # FSDP with a CPU that launches late, 8% with a rank that computes more, and 0.5% in plain DDP.
@@ -869,9 +869,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
         else:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")
     mine = [each for each in summary.matched if rank in each.ranks]
-    waits = Counter()
-    for each in mine:
-        waits[each.last] += each.waits_us[each.ranks.index(rank)]
+    waits = totals((each.last, each.waits_us[each.ranks.index(rank)]) for each in mine)
     for whom, most in waits.most_common(1):
         exposed = f"{_each_step(one, one.waited_exposed_us).removesuffix(' ms')} of it exposed"
         found += [

@@ -269,11 +269,6 @@ def busy_machine(summary: Summary) -> str | None:
     )
 
 
-def _cores_in_use(summary: Summary) -> str:
-    """Return why a step's time was predicted wrongly if the cores were busy; else ""."""
-    return "other programs used the cores, too, as the warning says" if busy_machine(summary) else ""
-
-
 def without_records(found: Recording, whose: str = "") -> str:
     """Return a clause on the launch calls without GPU records; without any, on the calls that copy, or on replays."""
     lost, calls, kind, no = found.lost, found.launches, "launch call", "no GPU record"
@@ -511,9 +506,9 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         seen = part_of(first.cpu_us, usual, "instead of")
         this, *_, typical, unit = seen.split()
         if this == typical:
-            return Verdict(False, f"it takes {this} {unit}, as the typical step does", _cores_in_use(summary))
+            return Verdict(False, f"it takes {this} {unit}, as the typical step does")
         is_slower = "it is hardly slower" if more > 0 else "it is not slower"
-        return Verdict(False, f"{is_slower}: {seen}", _cores_in_use(summary))
+        return Verdict(False, f"{is_slower}: {seen}")
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
     gap_unit, shown = in_one_unit(gaps[:3])
     seen = (
@@ -586,7 +581,7 @@ def steps_are_alike(summary: Summary) -> Verdict:
     wide = [one for one in summary.steps if one.times_the_typical is not None]
     why = cause(summary, wide[0]) if wide else None
     seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
-    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else _cores_in_use(summary))
+    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
 
 
 @finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")
