@@ -260,22 +260,21 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
         by_family[name][family] += sum(durations)
         by_op[name][op] += sum(durations)
     total = sum(map(sum, times.values()))
-    found = []
-    for name, durations in times.items():
-        found.append(
-            KernelTimes(
-                name=name,
-                family=by_family[name].most_common(1)[0][0],
-                asked_by=mostly(by_op[name]),
-                count=len(durations),
-                total_us=sum(durations) / 1e3,
-                share=sum(durations) / total if total else 0.0,
-                median_us=median(durations) / 1e3,
-                mean_us=fmean(durations) / 1e3,
-                low_us=min(durations) / 1e3,
-                high_us=max(durations) / 1e3,
-            )
+    found = (
+        KernelTimes(
+            name=name,
+            family=by_family[name].most_common(1)[0][0],
+            asked_by=mostly(by_op[name]),
+            count=len(durations),
+            total_us=sum(durations) / 1e3,
+            share=sum(durations) / total if total else 0.0,
+            median_us=median(durations) / 1e3,
+            mean_us=fmean(durations) / 1e3,
+            low_us=min(durations) / 1e3,
+            high_us=max(durations) / 1e3,
         )
+        for name, durations in times.items()
+    )
     return tuple(sorted(found, key=lambda one: -one.total_us))
 
 

@@ -22,7 +22,7 @@ from tracereader.figures.steps import launches, typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, both, clipped, length, minus, union
+from tracereader.trace.intervals import Intervals, Lengths, both, clipped, joined, length, minus, union
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import Inputs, dtype_of
 
@@ -625,13 +625,8 @@ def _lane(
     if not chosen:
         return None
     step, start, end = chosen[0]
-    pieces = []
+    pieces, narrow = [], (end - start) // 200  # a gap that is narrower than a column of the drawing
     for name, left, right in _stretches(step, start, end, device):
-        merged: list[list[int]] = []
-        for begin, stop in clipped(compute, left, right):
-            if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than a column of the drawing
-                merged[-1][1] = stop
-            else:
-                merged.append([begin, stop])
-        pieces += [(zero + begin, zero + stop, name) for begin, stop in merged]
+        merged = joined((begin, stop + narrow) for begin, stop in clipped(compute, left, right))
+        pieces += [(zero + begin, zero + stop - narrow, name) for begin, stop in merged]
     return Lane(step.name, tuple(pieces))

@@ -315,14 +315,14 @@ def uneven(trace: Trace) -> Uneven | None:
 
     The first step is never the longer one, because it may be long for being the first.
     """
-    pair = _farthest(trace, shapes=False)
-    # Reading the sizes of all inputs takes long. Most steps that call the same ops also have inputs of the same sizes.
-    if pair is not None and trace.has_shapes:
-        short, long = (_calls(trace.steps[place], shapes=True) for place in pair)
-        pair = pair if short == long else _farthest(trace, shapes=True)
-    if pair is None:
+    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
+    if not _far_apart(trace, steps):
         return None
-    short, long = pair
+    alike = grouped((_calls(trace.steps[place]), place) for place in steps)
+    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
+    if not pairs:
+        return None
+    _, short, long = max(pairs)
     less, own = (_self_by_name(trace.steps[place]) for place in (short, long))
     more = Counter({name: one.us - (less[name].us if name in less else 0.0) for name, one in own.items()})
     return Uneven(
@@ -332,19 +332,6 @@ def uneven(trace: Trace) -> Uneven | None:
         python_us=sum(us for name, us in more.items() if us > 0 and own[name].kinds == {"label"}),
         overheads_us=sum(one.us for one in _within(trace.overheads, trace.steps[long])),
     )
-
-
-def _farthest(trace: Trace, shapes: bool) -> tuple[int, int] | None:
-    """Return the short and the long step of the same calls whose times differ most, if they differ by several times.
-
-    shapes: whether the inputs' sizes count.
-    """
-    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
-    if not _far_apart(trace, steps):
-        return None
-    alike = grouped((frozenset(_calls(trace.steps[place], shapes).items()), place) for place in steps)
-    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
-    return max(pairs)[1:] if pairs else None
 
 
 def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, int]]:
@@ -362,12 +349,9 @@ def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, in
     ]
 
 
-def _calls(step: Step, shapes: bool) -> Counter:
-    """Return the number of a step's calls by op, and by the inputs' sizes if they are recorded."""
-    ops = [op for op in step.walk() if op.kind == "op"]
-    if not shapes:
-        return Counter(op.name for op in ops)
-    return Counter((op.name, str(op.inputs.recorded)) for op in ops)
+def _calls(step: Step) -> frozenset[tuple]:
+    """Return the step's ops, each with its inputs' sizes if they are recorded, and how often the step calls it so."""
+    return frozenset(Counter((op.name, str(op.inputs.recorded)) for op in step.walk() if op.kind == "op").items())
 
 
 def _busy_by_device(work: Iterable[Work]) -> dict[object, Intervals]:

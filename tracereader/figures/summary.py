@@ -15,15 +15,7 @@ from tracereader.figures.counters import Counters, counters
 from tracereader.figures.cpu import Cpu
 from tracereader.figures.debugging import Debugging, debugging
 from tracereader.figures.decoding import LanguageModel, decoding, language_model
-from tracereader.figures.gpu_time import (
-    FamilyTime,
-    GpuTime,
-    Parts,
-    families,
-    gpu_time,
-    idle_in,
-    parts_by_device,
-)
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, Parts, families, gpu_time, idle_in, parts_by_device
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.layers import layer_names
