@@ -233,7 +233,10 @@ def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
             if name == "aten::expand":
                 expand = op
             elif expand is not None:
-                if name in WRITES_OUT and (copies := _copies(op)) and _adds_a_dimension(expand):
+                dims = expand.inputs.dims_at(0)
+                # [batch, heads, 1, keys, size], as far as shapes were recorded.
+                shares = dims is None or (len(dims) == 5 and dims[2] == 1)
+                if name in WRITES_OUT and shares and (copies := _copies(op)):
                     pending.append((op, copies))
                 expand = None
             if name in ATTENDS:
@@ -259,12 +262,6 @@ def _copies(op: Op) -> list[Work]:
     for _ in range(3):
         below = [child for one in below for child in one.children]
     return [work for one in below for work in one.work if one.kind == "runtime"]
-
-
-def _adds_a_dimension(expand: Op) -> bool:
-    """Return whether the op expands [batch, heads, 1, keys, size]. True without recorded shapes."""
-    dims = expand.inputs.dims_at(0)
-    return dims is None or (len(dims) == 5 and dims[2] == 1)
 
 
 def expanded_by_inductor(measured: Sequence[GpuWork]) -> list[int]:

@@ -76,22 +76,25 @@ class Parts(msgspec.Struct, frozen=True):
     by_family: dict[str, Intervals] = {}
     elsewhere: Intervals = []
 
-    def between(self, start: int, end: int) -> GpuTime:
-        """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""
-        busy = {"exposed_communication_us": self.exposed_communication, "exposed_copy_us": self.exposed_copy}
+    def within(self, windows: Intervals) -> GpuTime:
+        """Return the GPU's time in some intervals (ns) of the window, in sum. by_family has to cover compute."""
+
+        def ns(part: Intervals) -> int:
+            return sum(length_between(part, *window) for window in windows)
+
+        busy = {"exposed_communication_us": ns(self.exposed_communication), "exposed_copy_us": ns(self.exposed_copy)}
         idle = {
-            "idle_not_launched_us": self.not_launched, "idle_launched_us": self.launched,
-            "idle_unknown_us": self.unknown, "idle_elsewhere_us": self.elsewhere,
+            "idle_not_launched_us": ns(self.not_launched), "idle_launched_us": ns(self.launched),
+            "idle_unknown_us": ns(self.unknown), "idle_elsewhere_us": ns(self.elsewhere),
         }  # fmt: skip
-        busy, idle = ({name: length_between(one, start, end) for name, one in some.items()} for some in (busy, idle))
-        by_family = Counter({family: length_between(some, start, end) for family, some in self.by_family.items()})
+        by_family = Counter({family: ns(some) for family, some in self.by_family.items()})
         compute = by_family.total()
         return GpuTime(
             busy_us=(compute + sum(busy.values())) / 1e3,
             compute_us=compute / 1e3,
-            compute_by_family={family: ns / 1e3 for family, ns in by_family.most_common() if ns},
+            compute_by_family={family: us / 1e3 for family, us in by_family.most_common() if us},
             idle_us=sum(idle.values()) / 1e3,
-            **{name: ns / 1e3 for name, ns in (busy | idle).items()},
+            **{name: us / 1e3 for name, us in (busy | idle).items()},
         )
 
 
@@ -140,22 +143,7 @@ def busiest(parts: Sequence[Parts]) -> Parts | None:
 
 def gpu_time(parts: Sequence[Parts], windows: Intervals) -> GpuTime | None:
     """Return the busiest device's time in some intervals (ns) of the parts' window, in sum; None without parts."""
-    return max((_summed(one, windows) for one in parts), key=lambda one: one.busy_us, default=None)
-
-
-def _summed(parts: Parts, windows: Intervals) -> GpuTime:
-    if len(windows) == 1:
-        return parts.between(*windows[0])
-    found = [parts.between(start, end) for start, end in windows] or [parts.between(0, 0)]
-    families = sum((Counter(one.compute_by_family) for one in found), Counter())
-    return GpuTime(
-        **{
-            name: sum(getattr(one, name) for one in found)
-            for name in GpuTime.__struct_fields__
-            if name != "compute_by_family"
-        },
-        compute_by_family=dict(families.most_common()),
-    )
+    return max((one.within(windows) for one in parts), key=lambda one: one.busy_us, default=None)
 
 
 def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:
@@ -266,7 +254,9 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     else:
         reached = max(before + [step.start] * (not number), default=step.start)
     near = trace.steps[max(0, number - 1) : next_one + 1]
-    return _idle_between(trace, near, step, reached, trace.work[len(before) : _until(trace.work, end)])
+    return _idle_between(
+        trace, near, step, reached, trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]
+    )
 
 
 def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
@@ -277,13 +267,13 @@ def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     before = bisect.bisect_left(trace.work, steps[0].start, key=_start)
     reached = max([one.start + one.dur for one in trace.work[:before]], default=steps[0].start)
     found = _idle_between(
-        trace, steps, working, max(reached, steps[0].start), trace.work[before : _until(trace.work, last)]
+        trace,
+        steps,
+        working,
+        max(reached, steps[0].start),
+        trace.work[before : bisect.bisect_right(trace.work, last, key=_start)],
     )
     return tuple({name: us / count for name, us in some.items()} for some in found)
-
-
-def _until(work: Sequence[Work], time: int) -> int:
-    return bisect.bisect_right(work, time, key=_start)
 
 
 def _idle_between(

@@ -8,7 +8,7 @@ import msgspec
 from tracereader.figures.moved import INPUTS
 from tracereader.figures.steps import self_us
 from tracereader.trace import Step
-from tracereader.trace.types import Inputs, Tensor, dtype_of
+from tracereader.trace.types import Inputs, dtype_of
 
 # The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
 # the op writes.
@@ -53,10 +53,5 @@ def by_inputs(step: Step) -> list[OfInputs]:
 def _words(op: str, inputs: Inputs) -> str:
     """Return the description of the tensors that an op reads, for example "fp32 [8, 64] [64, 64]"."""
     read = [one for one in inputs.tensors[: READ.get(op)] if one.type]
-    by_type = groupby(read, key=_type)
+    by_type = groupby(read, key=lambda one: getattr(dtype_of(one.type), "name", one.type))
     return ", ".join(f"{name} {' '.join(str(one.shape) for one in some)}" for name, some in by_type)
-
-
-def _type(tensor: Tensor) -> str:
-    dtype = dtype_of(tensor.type)
-    return dtype.name if dtype else tensor.type

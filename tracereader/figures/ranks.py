@@ -59,7 +59,6 @@ class RankFigures(msgspec.Struct, frozen=True):
     waiting_us: the same, but waits that overlap are counted once.
     waited_exposed_us: the exposed part of the waits. together_exposed_us: the exposed time after the last rank arrived.
     exposed_in_last_us: the exposed time in the last collective of each step, without the wait.
-    late_us: the part of the exposed communication before the launch of the next kernel.
     hidden: the number of collectives that overlap with compute for at least half of their time.
     others_waited_us: the sum of the other ranks' waits in collectives in which this rank was last.
     kernels: the number of kernels in the steps, without communication.
@@ -76,7 +75,6 @@ class RankFigures(msgspec.Struct, frozen=True):
     waited_exposed_us: float
     together_exposed_us: float
     exposed_in_last_us: float
-    late_us: float
     collectives: int
     hidden: int
     arrived_last: int
@@ -320,7 +318,7 @@ def _with_a_common_step(
 def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
     """Return a rank with only these of its steps, so that all figures are of steps that all ranks have.
 
-    late_us cannot be divided among the steps and is dropped. The kernels are divided equally.
+    The kernels are divided equally.
     """
     steps = tuple(step for step in one.steps if step.name in names)
     if len(steps) == len(one.steps):
@@ -334,7 +332,6 @@ def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
         steps=steps,
         parts=parts,
         messages=messages,
-        late_us=0.0,
         hidden=hidden(parts, _exposed(one)),
         kernels=one.kernels * len(steps) // len(one.steps),
     )

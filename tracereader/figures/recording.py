@@ -1,5 +1,7 @@
 """What a recording lacks, and what in it is the profiler's or otherwise not the steps' own: see trace/quality.py."""
 
+from statistics import median_high
+
 import msgspec
 
 from tracereader.figures.pace import cold_spans
@@ -74,9 +76,8 @@ def _two_kinds(trace: Trace) -> TwoKinds | None:
     if trace.quality.mixed is None:
         return None
     long = trace.quality.mixed.long
-    longer = sorted(step.us for step in trace.steps if step.start in long)
-    others = sorted(step.us for step in trace.steps if step.start not in long)
-    return TwoKinds(len(longer), longer[len(longer) // 2], others[len(others) // 2])
+    by_kind = grouped((step.start in long, step.us) for step in trace.steps)
+    return TwoKinds(len(by_kind[True]), median_high(by_kind[True]), median_high(by_kind[False]))
 
 
 class BufferRequest(msgspec.Struct, frozen=True):

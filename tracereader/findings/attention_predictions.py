@@ -114,10 +114,13 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
 
     at_least: the number of matrices of [batch, heads, seq, seq] at the step's peak; 0 predicts that none is held.
     """
-    known = _scores_and_rest(summary)
-    if known is None:
+    facts = summary.source.facts
+    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
+    if sizes is None or facts.peak_bytes is None or dtype is None:
         return Verdict(None, "no peak memory in this trace")
-    scores, rest = known
+    batch, heads, seq, head_dim = sizes
+    one_side = batch * heads * seq * dtype.bytes
+    scores, rest = one_side * seq, facts.peak_bytes - 4 * one_side * head_dim  # without inputs and result
     if scores <= WORKSPACE_BYTES:
         return Verdict(None, f"scores of {scores / 1e6:,.1f} MB are smaller than the memory that libraries keep")
     seen = (
@@ -128,14 +131,3 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
         return Verdict(rest >= at_least * scores, seen)
     # A larger rest need not be scores: the memory-efficient kernel keeps wide heads in fp32.
     return Verdict(True if rest < scores else False if summary.attention.unfused else None, seen)
-
-
-def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
-    """Return the bytes of the scores, and of the peak without inputs and result; None if the run did not store them."""
-    facts = summary.source.facts
-    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
-    if sizes is None or facts.peak_bytes is None or dtype is None:
-        return None
-    batch, heads, seq, head_dim = sizes
-    one_side = batch * heads * seq * dtype.bytes
-    return one_side * seq, facts.peak_bytes - 4 * one_side * head_dim

@@ -247,7 +247,8 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
         told += f", {waiting / exposed:.0%} of it waiting for other ranks"
     if len(summary.ranks) > 1:
         whose = "'s"
-        if _keeps_others_waiting(summary, one):
+        stage = slowest_stage(summary)
+        if straggler(summary) is one or (stage is not None and one.rank in stage.ranks):
             whose = " sets the pace: its"
         elif _waits_are_known(summary):
             whose = f" waits least for {'the ranks that were read' if summary.missing else 'others'}: its"
@@ -274,14 +275,6 @@ def _last_is_known(summary: RanksSummary) -> bool:
         return True
     longest_us = fmean(max(one.waits_us) for one in summary.matched)
     return bool(_beyond(summary) or slow_link(summary)) and _told_apart(summary, longest_us)
-
-
-def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
-    """Return whether a rank is the one that the others wait for, or of the slowest stage."""
-    if (slow := straggler(summary)) is not None and slow.rank == one.rank:
-        return True
-    stage = slowest_stage(summary)
-    return stage is not None and one.rank in stage.ranks
 
 
 def launch_waits(summary: RanksSummary) -> str:
@@ -638,19 +631,14 @@ def waiting_of(pair: PairTimes, steps: int) -> str:
     return f"{there} waits {sender} until {here} receives"
 
 
-def _ranks_of_stages(summary: RanksSummary) -> dict[int, list[int]]:
-    """Return the ranks of each stage of the pipelines. It is empty for ranks that form none."""
-    pairs = [one for one in summary.pairs if one.places] if is_pipeline(summary) else []
-    stage = {rank: at for one in pairs for rank, at in zip((one.source, one.destination), one.places, strict=True)}
-    return grouped((at, rank) for rank, at in stage.items())
-
-
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:
     """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others.
 
     Most of its ranks have to compute longer, because one slow rank makes no slow stage.
     """
-    ranks, figures = _ranks_of_stages(summary), _Usual(summary)
+    pairs = [one for one in summary.pairs if one.places] if is_pipeline(summary) else []
+    stage = {rank: at for one in pairs for rank, at in zip((one.source, one.destination), one.places, strict=True)}
+    ranks, figures = grouped((at, rank) for rank, at in stage.items()), _Usual(summary)
     computes, least = figures.of(None, "computes"), MUCH_LONGER * median(figures.of(None, "us").values())
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
     if len(by_stage) < 2 or not summary.steps:
@@ -918,6 +906,4 @@ def _exposed(summary: RanksSummary) -> list[str]:
             _not_matched_us(worst),
     }  # fmt: skip
     why = [f"{told(us)} {words}" for words, us in where.items() if us > 0.05 * exposed]
-    if worst.late_us > MOST * exposed:
-        why.append(f"for {told(min(worst.late_us, exposed))} of it the CPU had not launched the next kernel")
     return [line, *(["exposed: " + "; ".join(why)] if why else [])]
