@@ -150,12 +150,9 @@ def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[Cpu
         known = _is_of(one.type, dtype) and not (one.attention and one.attention.causal is None)
         least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
         roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
-        if roof == "compute":
-            reliable = known and holds
-        elif roof == "memory":  # a higher rate than memory's comes out of a cache
+        reliable = roof == "compute" and known and holds
+        if roof == "memory":  # a higher rate than memory's comes out of a cache
             reliable = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
-        else:
-            reliable = False
         yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if reliable else one
 
 

@@ -254,25 +254,18 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     else:
         reached = max(before + [step.start] * (not number), default=step.start)
     near = trace.steps[max(0, number - 1) : next_one + 1]
-    return _idle_between(
-        trace, near, step, reached, trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]
-    )
+    until = bisect.bisect_right(trace.work, end, key=_start)
+    return _idle_between(trace, near, step, reached, trace.work[len(before) : until])
 
 
 def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     """Return the same for steps of two kinds: the mean of all steps, from the start of the first one."""
     steps, count = trace.steps, len(trace.steps)
     working = next(step for step in steps if step.work)
-    last = max(one.start for step in steps for one in step.work)
+    until = bisect.bisect_right(trace.work, max(one.start for step in steps for one in step.work), key=_start)
     before = bisect.bisect_left(trace.work, steps[0].start, key=_start)
-    reached = max([one.start + one.dur for one in trace.work[:before]], default=steps[0].start)
-    found = _idle_between(
-        trace,
-        steps,
-        working,
-        max(reached, steps[0].start),
-        trace.work[before : bisect.bisect_right(trace.work, last, key=_start)],
-    )
+    reached = max([steps[0].start, *(one.start + one.dur for one in trace.work[:before])])
+    found = _idle_between(trace, steps, working, reached, trace.work[before:until])
     return tuple({name: us / count for name, us in some.items()} for some in found)
 
 

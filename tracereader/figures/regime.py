@@ -126,7 +126,10 @@ def _waits_for(
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
     measured = gpu_work(trace, step, {}) if measured is None else measured
-    return _roof_met(measured, 1 - steady.idle_us / steady_us if steady_us else 0.0)
+    # Near a peak for most of the step, in which the GPU also is idle.
+    near = totals((one.roof, one.us) for one in measured if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF)
+    busy, most = 1 - steady.idle_us / steady_us if steady_us else 0.0, MUCH_KNOWN * sum(one.us for one in measured)
+    return next((roof for roof, us in near.most_common(1) if us * busy > most), "gpu")
 
 
 def waits_for_gpus(trace: Trace) -> Intervals:
@@ -143,13 +146,3 @@ def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
         "turns": gpu.idle_elsewhere_us,
         None: gpu.idle_unknown_us,
     }
-
-
-def _roof_met(work: Sequence[GpuWork], busy: float) -> str:
-    """Return compute or memory if the GPU is near that peak for most of the step, else gpu.
-
-    busy: the share of the step in which the GPU is busy.
-    """
-    near = totals((one.roof, one.us) for one in work if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF)
-    most = MUCH_KNOWN * sum(one.us for one in work)
-    return next((roof for roof, us in near.most_common(1) if us * busy > most), "gpu")

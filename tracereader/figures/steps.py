@@ -8,6 +8,7 @@ from heapq import nlargest
 from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -451,20 +452,15 @@ def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
     return slices[first:last]
 
 
-class _Own:
+class _Own(NamedTuple):
     """All calls of one name in a step: their self time (µs), their number and their kinds."""
 
-    __slots__ = ("calls", "kinds", "us")
-
-    def __init__(self):
-        self.us, self.calls, self.kinds = 0.0, 0, set()
+    us: float
+    calls: int
+    kinds: set[str]
 
 
 def _self_by_name(step: Step) -> dict[str, _Own]:
-    times = defaultdict(_Own)
-    for op in step.walk():
-        one = times[OUTSIDE_CALLS if op.name.startswith(STEP) else op.name]
-        one.us += self_us(op) if op.children else op.dur / 1e3
-        one.calls += 1
-        one.kinds.add(op.kind)
-    return dict(times)
+    named = [(OUTSIDE_CALLS if op.name.startswith(STEP) else op.name, op) for op in step.walk()]
+    us, kinds = totals((name, self_us(op)) for name, op in named), grouped((name, op.kind) for name, op in named)
+    return {name: _Own(us[name], len(some), set(some)) for name, some in kinds.items()}

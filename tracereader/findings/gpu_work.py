@@ -306,7 +306,8 @@ def few_blocks(summary: Summary) -> Verdict:
     algorithm (a split reduction) gives it more blocks; a kernel that computes one thing after another needs no more."""
     if not summary.source.sms:
         return Verdict(None, "the number of multiprocessors is not known")
-    found = [one for one in summary.gpu_work if _has_few_blocks(one, summary.source.sms)]
+    computing = (one for one in summary.kernels_of_step if one.family != "communication" and one.us >= LONG_US)
+    found = [one for one in computing if one.grid is not None and 0 < math.prod(one.grid) < summary.source.sms / 2]
     by_grid = totals(((one.name, math.prod(one.grid)), one.us) for one in found)
     us = by_grid.total()
     if us <= MUCH_IN_FEW_BLOCKS * summary.summed_us:
@@ -315,11 +316,6 @@ def few_blocks(summary: Summary) -> Verdict:
     few = f"{counted(len(found), 'kernel')} with fewer blocks than half of the {summary.source.sms} multiprocessors"
     costliest = f"the costliest is {short(name, 40)}, with {counted(blocks, 'block')}"
     return Verdict(True, f"{few}: {words.part_of(us, summary.summed_us)} of GPU work; {costliest}")
-
-
-def _has_few_blocks(one: GpuWork, sms: int) -> bool:
-    is_long = one.kind == "kernel" and one.family != "communication" and one.us >= LONG_US
-    return is_long and one.grid is not None and 0 < math.prod(one.grid) < sms / 2
 
 
 def near_the_peaks(summary: Summary) -> str:

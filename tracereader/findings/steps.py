@@ -49,11 +49,10 @@ WORDS = {
     "capture": "CUDA graph capture", "incomplete": "GPU records are missing",
     None: "idle for a reason that the trace does not show",
 }  # fmt: skip
+# In a table's cell, of the regimes that are not called "…-bound".
 BOUND_BY = {
-    "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
-    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
-    "incomplete": "unknown", "turns": "other GPUs",
-    None: "unknown",
+    "gpu-side": "GPU side", "outside": "overhead", "cpu-only": "neither", "capture": "capture", "incomplete": "unknown",
+    "turns": "other GPUs", None: "unknown",
 }  # fmt: skip
 # The parts of a GPU's time that are not compute.
 PARTS = {
@@ -340,7 +339,7 @@ def bound_by(summary: Summary) -> str:
     found = summary.waits_for
     if found == "cpu-only":
         found = None if summary.source.devices else _on_cpu(summary)[0]
-    return BOUND_BY[found]
+    return BOUND_BY.get(found) or WORDS[found].removesuffix("-bound")
 
 
 def _persistent(summary: Summary) -> str:
