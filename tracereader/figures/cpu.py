@@ -116,7 +116,7 @@ class Cpu:
     def inputs(self) -> dict[str, dict[str, int]]:
         """Return the shapes of the ops' inputs, each with its number of calls; empty without recorded shapes."""
         found: dict[str, dict[str, int]] = {}
-        for one in self.by_inputs:
+        for one in self._of_inputs:
             found.setdefault(one.name, {})[one.inputs] = one.calls
         return found
 
@@ -126,8 +126,11 @@ class Cpu:
 
         Empty without recorded shapes.
         """
-        found = by_inputs(self._step) if self._trace.has_shapes else []
-        return sorted(found, key=lambda one: (-one.gpu_us, -one.self_us))
+        return sorted(self._of_inputs, key=lambda one: (-one.gpu_us, -one.self_us))
+
+    @cached_property
+    def _of_inputs(self) -> list[OfInputs]:
+        return by_inputs(self._step) if self._trace.has_shapes else []
 
     @cached_property
     def runtime(self) -> dict[str, OpTimes]:

@@ -1,6 +1,7 @@
 """The types and sizes of the input tensors of a step's ops, as torch recorded them."""
 
 from collections import Counter
+from functools import lru_cache
 from itertools import groupby
 
 import msgspec
@@ -37,19 +38,17 @@ def by_inputs(step: Step) -> list[OfInputs]:
         while op is not None and op.kind != "op":
             op = op.parent
         launched[id(op)] += one.dur
-    found, words = {}, {}  # most ops of a step repeat the inputs of another one
+    found = {}
     for op in step.walk():
-        key = op.name, op.inputs
-        if op.kind == "op" and key not in words:
-            words[key] = _words(*key)
-        if op.kind == "op" and words[key]:
-            row = found.setdefault((op.name, words[key]), OfInputs(op.name, words[key]))
+        if op.kind == "op" and (words := _words(op.name, op.inputs)):
+            row = found.setdefault((op.name, words), OfInputs(op.name, words))
             row.calls += 1
             row.self_us += self_us(op)
             row.gpu_us += launched[id(op)] / 1e3
     return list(found.values())
 
 
+@lru_cache(4096)  # most ops of a step repeat the inputs of another one
 def _words(op: str, inputs: Inputs) -> str:
     """Return the description of the tensors that an op reads, for example "fp32 [8, 64] [64, 64]"."""
     read = [one for one in inputs.tensors[: READ.get(op)] if one.type]

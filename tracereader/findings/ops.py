@@ -53,10 +53,6 @@ def with_calls_below(summary: Summary, *names: str) -> list[tuple[Call, list[Cal
     return found
 
 
-def _calls(summary: Summary, name: str) -> int:
-    return summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
-
-
 @finding(predicts="most of the annotation's total time is spent in the ops below it, not in its self time", claims="04")
 def self_time_excludes_children(summary: Summary) -> Verdict:
     label = summary.cpu.label
@@ -116,8 +112,8 @@ def resolves_to_a_product(summary: Summary) -> Verdict:
 )
 def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -> Verdict:
     """Judge whether a step has `count` calls of an op, and none of the ops in `gone`."""
-    left = [op for op in gone if _calls(summary, op)]
-    calls = _calls(summary, name)
+    left = [op for op in gone if op in summary.cpu.ops]
+    calls = summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
     seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
     return Verdict(calls == count and not left, seen)
 
