@@ -316,10 +316,7 @@ def _with_a_common_step(
 
 
 def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
-    """Return a rank with only these of its steps, so that all figures are of steps that all ranks have.
-
-    The kernels are divided equally.
-    """
+    """Return a rank with only these of its steps, which all ranks have. Its kernels are divided equally."""
     steps = tuple(step for step in one.steps if step.name in names)
     if len(steps) == len(one.steps):
         return one

@@ -342,6 +342,7 @@ def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, in
     def shortest(some: Iterable[int]) -> list[int]:
         return list(accumulate(some, lambda one, other: other if us[other] < us[one] else one))
 
+    # The shortest step before each, and the shortest one after each.
     pairs = [(short, long, SEVERAL) for short, long in zip(shortest(places), places[1:], strict=False)]
     later = shortest(reversed(places))[::-1]
     pairs += [(short, long, BEYOND_A_COLD_START) for short, long in zip(later[1:], places, strict=False)]

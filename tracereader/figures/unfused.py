@@ -194,4 +194,4 @@ def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
         return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)
     if name in RESULT_PER_ROW:
         return items, []
-    return items, [1] if op.name in BOOLEAN_RESULT or name == "bitwise_not" else [max(items)]  # of a mask
+    return items, [1] if op.name in BOOLEAN_RESULT or name == "bitwise_not" else [max(items)]
