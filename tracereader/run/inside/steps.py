@@ -219,8 +219,13 @@ class Steps:
         def __call__(module, *args, **kwargs):
             # A program may keep a module's call while it makes many steps, as generate() does.
             run = (is_usual and self.noted) or call
-            if busy.inside:
+            if busy.inside or traced():
                 return run(module, *args, **kwargs)
+            if fast and fast[0]() is not module:
+                self.others += 1
+                if self.others <= OTHERS:
+                    return run(module, *args, **kwargs)
+                fast.clear()
             busy.inside = True
             if usual:
                 kind.__call__ = usual
@@ -230,9 +235,9 @@ class Steps:
                 busy.inside = False
                 if usual and kind in self.classes and kind.__call__ is usual:
                     kind.__call__ = __call__
-            if traced():
-                return result
-            if not fast or fast[0]() is not module or backward() != NO_BACKWARD or not fast[1]():
+            if fast and backward() == NO_BACKWARD and fast[1]():
+                self.others = 0
+            else:
                 self._called(module)
             return result
 
