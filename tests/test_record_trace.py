@@ -747,16 +747,17 @@ def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
+@pytest.mark.parametrize(("wait", "steps"), [("", 4), ("; time.sleep(0.4 * (count % 12 == 0))", 12)])
+def test_each_rank_is_recorded_at_the_same_steps(wait, steps, tmp_path):
     code = f"{LOOP}import atexit\ntorch.distributed.init_process_group('gloo')\n"
     # A rank that ends while the other one still talks to it may be aborted: of ten runs without a barrier one was.
     code += "atexit.register(torch.distributed.destroy_process_group)\natexit.register(torch.distributed.barrier)\n"
-    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}"
+    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}{wait}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
     assert found.returncode == 0, found.stderr
     assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]
-    assert all(calls_in_each_step(one, "aten::linear") == [1] * 4 for one in traces.values())
+    assert all(calls_in_each_step(one, "aten::linear") == [1] * steps for one in traces.values())
 
 
 @pytest.mark.exhaustive
