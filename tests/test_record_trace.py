@@ -235,9 +235,9 @@ def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
     assert one.steady and one.steps > 12
 
 
-def test_forty_short_steps_are_enough_before_a_recording_and_a_tenth_of_a_second_of_them_after_it():
+def test_forty_short_steps_are_enough_before_a_recording_and_half_a_second_of_them_after_it():
     one, clock = measuring(50e-6, least=10, most=40)
-    for hastily, steps in ((True, 40), (False, 2000)):
+    for hastily, steps in ((True, 40), (False, 10_000)):
         one.begin(hastily)
         while not one.enough:
             clock.now += 50e-6
@@ -517,12 +517,13 @@ def test_a_program_that_fails_in_its_third_step_fails_as_it_would_alone(tmp_path
 
 
 def test_a_program_that_ends_before_slow_steps_could_return_leaves_a_trace(tmp_path):
-    code = f"{LOOP}for i in range(100): {STEP}; time.sleep(0.4 if i == 45 else 0.02)\n"
+    code = f"{LOOP}for i in range(150): {STEP}; time.sleep(0.4 if i == 45 else 0.02)\n"
     code += "print('end', flush=True); os._exit(0)"
     found, traces = recorded(tmp_path, code)
     assert (found.returncode, found.stdout) == (0, "end\n"), found.stderr
-    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
-    assert "4 steps in program_trace.json.gz" in found.stderr
+    calls = calls_in_each_step(*traces.values(), "aten::linear")
+    assert set(calls) == {1} and len(calls) >= 4  # more where a busy machine makes some steps slow
+    assert "steps in program_trace.json.gz" in found.stderr
 
 
 @pytest.mark.exhaustive
@@ -538,9 +539,9 @@ def test_steps_are_recorded_again_where_slow_ones_return_after_many(tmp_path):
 
 @pytest.mark.exhaustive
 def test_inference_goes_on_to_its_own_end_where_that_is_asked_for(tmp_path):
-    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(20_000): model(torch.ones(2, 8))\nprint(i)"
+    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(100_000): model(torch.ones(2, 8))\nprint(i)"
     found, traces = recorded(tmp_path, code.replace("optimizer =", "# "), "--continue", "--active", "3")
-    assert (found.returncode, found.stdout) == (0, "19999\n"), found.stderr
+    assert (found.returncode, found.stdout) == (0, "99999\n"), found.stderr
     (trace,) = traces.values()
     assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1]
     assert trace["unprofiled_steps"] > 1000  # after forty of them had been timed and recorded
