@@ -227,13 +227,14 @@ class Steps:
                     return run(module, *args, **kwargs)
                 fast.clear()
             busy.inside = True
-            if usual:
+            hidden = usual and kind.__call__ is __call__  # a program may keep our method after we have left
+            if hidden:
                 kind.__call__ = usual
             try:
                 result = run(module, *args, **kwargs)
             finally:
                 busy.inside = False
-                if usual and kind in self.classes and kind.__call__ is usual:
+                if hidden and kind in self.classes and kind.__call__ is usual:
                     kind.__call__ = __call__
             if fast and backward() == NO_BACKWARD and fast[1]():
                 self.others = 0
