@@ -27,7 +27,7 @@ from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, Prediction, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import near_the_peaks, overlap
 from tracereader.replay import Refused
-from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
+from tracereader.show import chain, inside, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import communication as collectives
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
@@ -149,7 +149,6 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
         ("work", lambda: work.show(out, summary, view)),
         ("names", lambda: work.names(out, summary, view)),
         ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
-        ("counters", lambda: counters.show(out, summary, view)),
         ("series", lambda: series_of.show(out, over_steps, names, view, formats.ascii_only(out), by_script)),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
@@ -191,7 +190,6 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
         "table": view.usual and not view.brief,  # its rows are shown below, by step
         "series": view.usual and len(summary.steps) < series_of.ENOUGH,
         "gpu": summary.gpu is None,  # no work in the window, though there may be some outside
-        "counters": summary.counters is None,
         "inside": not summary.inside,
         "repeats": not repeats.worth_showing(summary),
         "training": not training.has_content(summary),

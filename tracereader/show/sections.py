@@ -35,7 +35,6 @@ SECTIONS = {
         Section("work", needs_gpu=True),
         Section("names", needs_gpu=True),
         Section("starts", needs_gpu=True),
-        Section("counters", needs_gpu=True),
         Section("series"),
         Section("chain"),
         Section("patterns"),

@@ -51,7 +51,7 @@ KINDS = {
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
     # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.
     "graph_host_node": "node", "graph_event_node": "node",
-    # On a device's tracks, and none of its work: who waits for which event, and samples of counters.
+    # On a device's tracks, and none of its work: who waits for which event, and samples of hardware counters.
     "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
     "hardware_counters": "mark",
     "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them

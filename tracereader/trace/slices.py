@@ -265,13 +265,6 @@ class Sync(msgspec.Struct, frozen=True):
     awaited: int | None
 
 
-class Samples(msgspec.Struct, frozen=True):
-    """The samples of a counter of a device in order: when each was taken or begun (ns), and its value."""
-
-    times: list[int]
-    values: list[float]
-
-
 class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One recorded step, or the whole of a trace without steps."""
 
@@ -503,7 +496,6 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     taken: Counter  # the same of a trace without any known work: taken for the device's work
     nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
     syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
-    counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     quality: Quality = msgspec.field(default_factory=Quality)  # what the recording can decide
     processes: tuple[Process, ...] = ()  # of a file that holds several: this one, and then the others

@@ -27,7 +27,7 @@ from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import Marks, StepsBy
 from tracereader.trace.quality import clip, earlier_work, quality_of, steps_left_out
-from tracereader.trace.slices import Frame, Op, Phase, Rank, Samples, Slice, Step, Sync, Trace, Work
+from tracereader.trace.slices import Frame, Op, Phase, Rank, Slice, Step, Sync, Trace, Work
 from tracereader.trace.waits import OF_THE_DEVICE
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -75,7 +75,7 @@ def _built(
 ) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     unusable: list[int] = []  # the places of the events without usable times
-    old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
+    old_ops, nodes, syncs, edges, inside = [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
     made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
             "kernel": (Work, work), "memcpy": (Work, work), "memset": (Work, work), "span": (Work, spans),
@@ -103,8 +103,6 @@ def _built(
                 flows.append(event)
             elif event.name == "[memory]":
                 memory.append(event)
-            elif event.ph == "C":
-                counted.append(event)
             elif type(event.id) is int and event.id >= GRAPH_EDGE:
                 edges.append(event)
             if event.ph in ("s", "f"):
@@ -261,7 +259,6 @@ def _built(
         taken=taken,
         nodes=tuple(nodes),
         syncs=_syncs(syncs, calls),
-        counters=_counters(counted, zero),
         inside=tuple(inside),
         quality=quality,
     )
@@ -489,23 +486,6 @@ def _syncs(events: list[Event], calls: dict[int, Op]) -> tuple[Sync, ...]:
             awaited = args.awaited if args.awaited >= 0 else None
             found.append(Sync(args.kind, device, args.stream, call, calls.get(args.record), awaited))
     return tuple(sorted(found, key=lambda one: one.call.start))
-
-
-COUNTED_DEVICE = re.compile(r"GPU (\d+) Counters")
-
-
-def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
-    """Return the samples of each counter. Kineto names counters in arguments, the newer collector by events."""
-    taken = grouped(())
-    for event in events:
-        named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
-        device = int(named[1]) if named else event.pid
-        if type(device) is not int or not is_time(event.ts):
-            continue
-        for name, value in decoded_object(event.args).items():
-            if type(value) in (int, float) and math.isfinite(value):
-                taken[device, name or event.name].append((_ns(event, zero), float(value)))
-    return {key: Samples(*map(list, zip(*sorted(samples), strict=True))) for key, samples in taken.items()}
 
 
 def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
