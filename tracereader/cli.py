@@ -50,7 +50,6 @@ def main(argv=None):
     option("--process", metavar="NAME", help=one)
     switch("--ranks", help="read the traces as the ranks of one run, even if their files do not say so")
     option("--rank", type=not_negative, metavar="N", help="show one of several ranks in full")
-    option("--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address")
     switch("--previous", help="compare each trace with the one before it, not with the first")
     reference = "compare with the same run's reference trace of that machine (h200, cpu)"
     option("--against", metavar="MACHINE", help=reference)
@@ -86,15 +85,13 @@ def main(argv=None):
     args.traces = [path for paths in jobs for path in paths]
     # A folder of captures is looked into later.
     args.capture = [path for one in args.capture for path in (_located(one) if is_url(one) else [Path(one)])]
-    args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
         _refuse_beside_html(args)
     if args.export is not None:
         _refuse_beside_export(args)
     if args.ranks and (args.previous or args.against):
-        flag = "--ranks" if args.cluster is None else "--cluster"
-        raise BadInput(f"{flag} compares the ranks of one run: leave out --previous and --against")
+        raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
     if args.ranks and args.capture:
         raise BadInput("--capture takes one trace: leave out --ranks")
     if len(jobs) > 1 and any(len(paths) > 1 for paths in jobs):
@@ -298,7 +295,7 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
 
     if not all(map(reading.are_ranks, jobs)):
         return False
-    # --ranks and --cluster read all traces as one job.
+    # --ranks reads all traces as one job.
     others = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
               "process", "steps", "whole")  # fmt: skip
     _refuse(args, others, "--{} is not for a comparison of jobs: name the ranks of one job")
@@ -317,19 +314,11 @@ def _as_ranks(args) -> bool:
         return False
     why = "--{} is for traces of one process: leave it out, or name the trace of one rank"
     _refuse(args, ("whole", "steps", "process"), why)
-    if args.cluster:
-        _refuse(args, ("open", "export"), "--{} reads every trace on this machine: leave out --cluster")
     from tracereader.show import export, perfetto, ranks
     from tracereader.show.view import View
 
     view = View.of(args, rank=args.rank, left_out=args.left_out)
-    with contextlib.ExitStack() as stack:
-        executor = None
-        if args.cluster is not None:
-            from tracereader.cluster import workers_of
-
-            executor = stack.enter_context(workers_of(args.cluster))
-        found = ranks.opened(args.traces, view, args.limit, args.ranks, executor)
+    found = ranks.opened(args.traces, view, args.limit, args.ranks)
     if found is None:
         return False
     summary, traces = found

@@ -1,4 +1,4 @@
-"""Reads the traces of many ranks, in processes of this machine or on any Executor. answer() reads one rank."""
+"""Reads the traces of many ranks, in several processes if that is faster. answer() reads one rank."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,8 +33,7 @@ WORTH_A_PROCESS = 40e6
 MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
 # The least share of the files that name different ranks of one run.
 ORDERLY = 0.75
-# Seconds without an answer after which the missing ranks are given up. Before the first answer a cluster may still
-# start workers. A trace of 1 GB takes one to two minutes.
+# Seconds without an answer after which the missing ranks are given up. A trace of 1 GB takes one to two minutes.
 FIRST_ANSWER_S, NEXT_ANSWER_S = 600.0, 180.0
 # Concurrent requests. A request takes a tenth of a second, and there may be a thousand URLs.
 REQUESTS = 32
@@ -132,18 +131,10 @@ def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
         return list(pool.map(ask, paths))
 
 
-def read_ranks(
-    paths: Sequence[Path], limit: int, step: int | None, executor: Executor | None = None
-) -> tuple[list[RankTrace], dict[str, NotRead]]:
-    """Return what is kept of each trace that can be read; by path, why each of the others cannot.
-
-    executor: calls answer() for each rank; it must be able to import this module and to read the paths. None: the ranks
-    are read in processes of this machine, or in this process if more would not be faster.
-    """
-    if executor is not None:
-        found = _gathered(executor, answer, paths, limit, step)
-    elif (processes := _processes(_of_each(_json_bytes, paths))) > 1:
-        with _processes_here(processes) as (threads, hand_over):
+def read_ranks(paths: Sequence[Path], limit: int, step: int | None) -> tuple[list[RankTrace], dict[str, NotRead]]:
+    """Return what is kept of each trace that can be read; by path, why each of the others cannot."""
+    if (processes := _processes(_of_each(_json_bytes, paths))) > 1:
+        with _readers(processes) as (threads, hand_over):
             found = _gathered(threads, hand_over, paths, limit, step)
     else:
         found = [_one(path, limit, step) for path in paths]
@@ -160,7 +151,7 @@ def _json_bytes(path: Path) -> float:
 
 
 def _gathered(
-    executor: Executor, ask: Answer, paths: Sequence[Path], limit: int, step: int | None
+    threads: ThreadPoolExecutor, ask: Answer, paths: Sequence[Path], limit: int, step: int | None
 ) -> list[RankTrace | NotRead]:
     """Return what is kept of each trace, or why it cannot be read. Ranks that do not answer in time are given up."""
     arrived: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
@@ -169,7 +160,7 @@ def _gathered(
     begun = last = time.monotonic()
     with progress.shown() as show:
         for number, path in enumerate(paths):
-            pending[number] = executor.submit(ask, os.fsencode(address_of(path)), limit, step)
+            pending[number] = threads.submit(ask, os.fsencode(address_of(path)), limit, step)
             pending[number].add_done_callback(lambda future, number=number: arrived.put((number, future)))
         while pending:
             answers, missing = len(paths) - len(pending), paths[next(iter(pending))]
@@ -196,19 +187,13 @@ def _patience(took_s: float, answers: int) -> float:
 
 
 def _decoded(future: Future, path: Path) -> RankTrace | NotRead:
-    """Return an Executor's answer. path: the trace's name on this machine, which replaces the Executor's."""
+    """Return the answer of a process that reads ranks. path: the trace's name, which replaces its address."""
     try:
         kept, why_not = msgspec.msgpack.decode(future.result(), type=tuple[RankTrace | None, NotRead | None])
-    except msgspec.MsgspecError:
-        return NotRead("other_version")
-    except CancelledError:
-        return NotRead("dropped")
-    except Exception as problem:  # any Executor may raise anything
-        if isinstance(problem, BrokenExecutor) or type(problem).__name__ == "KilledWorker":
-            return NotRead("killed")
-        if isinstance(problem, ModuleNotFoundError):
-            return NotRead("no_module", str(problem.name))
-        return NotRead("failed", f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
+    except BrokenExecutor:
+        return NotRead("killed")
+    except OSError as problem:  # no process can be started
+        return NotRead("failed", f"{type(problem).__name__}: {problem}")
     return why_not or msgspec.structs.replace(kept, path=str(path))
 
 
@@ -236,7 +221,7 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | NotRead:
 
 
 def answer(address: bytes, limit: int, step: int | None) -> bytes:
-    """Return what is kept of the trace at a path or URL, or why it cannot be read, as bytes. An Executor calls this."""
+    """Return what is kept of the trace at a path or URL, or why it cannot be read, as bytes."""
     collects = gc.isenabled()
     gc.disable()  # garbage collection while a trace is built takes as long as building it
     try:
@@ -248,8 +233,8 @@ def answer(address: bytes, limit: int, step: int | None) -> bytes:
 
 
 @contextlib.contextmanager
-def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
-    """Yield threads, and the function that they call to have one rank read by a process of this machine."""
+def _readers(count: int) -> Iterator[tuple[ThreadPoolExecutor, Answer]]:
+    """Yield threads, and the function that they call to have one rank read by a process."""
     idle: queue.SimpleQueue[_Reader] = queue.SimpleQueue()
     readers = [_Reader() for _ in range(count)]
     for reader in readers:

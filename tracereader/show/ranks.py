@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -42,14 +41,13 @@ MUCH_BEFORE = 0.02
 
 
 def opened(
-    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True, executor: Executor | None = None
+    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
     """Return the summary of the ranks, and the data kept of each trace. Raises BadInput.
 
     forced: whether the traces must be the ranks of one run. If not, the result is None when only one of them remains.
-    executor: reads the traces, as for read_ranks().
     """
-    kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
+    kept, not_read = reading.read_ranks(paths, limit, view.step)
     not_read |= {str(path): NotRead("front_end") for path in view.left_out}
     if not kept:
         path, why = next(iter(not_read.items()))
