@@ -491,23 +491,17 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
     above = "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
-    gpu = summary.has_gpu_work
-    keys = ["cpu_us", "label_to_first_op_us"] + ["gpu_busy_us", "gpu_span_us", "launch_to_start_us"] * gpu
-    columns = [[getattr(one, key) for one in found] for key in keys]
+    columns = {"CPU": "cpu_us", "to first op": "label_to_first_op_us"}
+    if summary.has_gpu_work:
+        columns |= {"launches": "launches", "GPU busy": "gpu_busy_us", "span": "gpu_span_us"}
+        columns |= {"idle": "gpu_idle_share", "latency": "launch_to_start_us"}
+    times = {key: [getattr(one, key) for one in found] for key in columns.values() if key.endswith("_us")}
     unit_name = _unit_of_the_step(summary).name
     # A step far longer than the others is shown in ms, although the others would fit µs.
-    stands_out = max(us for column in columns for us in column if us is not None) >= LONG_US
+    stands_out = max(us for column in times.values() for us in column if us is not None) >= LONG_US
     name = "ms" if stands_out and unit_name == "µs" else unit_name
-    unit = dict(zip(keys, formats.sharing(name, columns), strict=True))
-
-    def row(name: str, of: Callable[[str], float | None]) -> list[str]:
-        cells = [name, unit["cpu_us"](of("cpu_us")), unit["label_to_first_op_us"](of("label_to_first_op_us"))]
-        if gpu:
-            launches = of("launches")
-            cells += ["–" if launches is None else f"{launches:,.0f}"]
-            cells += [unit["gpu_busy_us"](of("gpu_busy_us")), unit["gpu_span_us"](of("gpu_span_us"))]
-            cells += [percent(of("gpu_idle_share")), unit["launch_to_start_us"](of("launch_to_start_us"))]
-        return cells
+    form = dict(zip(times, formats.sharing(name, list(times.values())), strict=True))
+    form |= {"launches": lambda count: "–" if count is None else f"{count:,.0f}", "gpu_idle_share": percent}
 
     def median_of(key: str) -> float | None:
         return median([value for one in rest if (value := getattr(one, key)) is not None] or [None])
@@ -515,12 +509,10 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
     def marked(one) -> str:
         return one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None)
 
-    heads = [f"step, in {name}", "CPU", "to first op"]
-    heads += ["launches", "GPU busy", "span", "idle", "latency"] * gpu
-    rows = [row(marked(one), lambda key, one=one: getattr(one, key)) for one in shown]
+    rows = [(marked(one), *(form[key](getattr(one, key)) for key in columns.values())) for one in shown]
     if rest:
-        rows.append(row(f"{others(rest)}, median", median_of))
-    print_columns(out, heads, rows, section="steps")
+        rows.append((f"{others(rest)}, median", *(form[key](median_of(key)) for key in columns.values())))
+    print_columns(out, (f"step, in {name}", *columns), rows, section="steps")
     if overlap := steps.overlap_of_steps(summary):
         paragraph(out, plain(overlap))
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
@@ -537,7 +529,7 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
         out.print(f"* {counted(len(longer) - LONGER_EXPLAINED, 'other step')} took longer than the typical step, too")
     if view.brief:
         legend = "to first op: from the start of the step's annotation to its first op"
-        if gpu:
+        if summary.has_gpu_work:
             legend += "; span: from the first GPU activity's start to the last one's end; "
             legend += "latency: from the first launch to the start of its kernel"
         paragraph(out, legend)

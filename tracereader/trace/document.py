@@ -15,6 +15,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Generic, Literal, TypeVar
 
 import msgspec
@@ -219,44 +220,35 @@ def located(text: str) -> list[Path]:
     """
     if not is_url(text):
         return in_folder(Path(text)) if os.path.isdir(text) else [Path(text)]
-    from tracereader.trace import remote  # only for a URL: fsspec is an extra
-
     if local := re.fullmatch("(?:file|local)://(/.*)", text, re.I | re.S):
         return located(local[1])
-    with _refusals(remote.named(text)):
-        return remote.located(text)
+    with _refusals(_remote().named(text)):
+        return _remote().located(text)
+
+
+def _remote() -> ModuleType:
+    from tracereader.trace import remote  # only for a URL: fsspec is an extra
+
+    return remote
 
 
 def address_of(path: Path) -> str:
     """Return an address that is also valid in another process: an absolute path, or the URL with its credentials."""
-    if not is_url(path):
-        return os.path.abspath(path)
-    from tracereader.trace import remote
-
-    return remote.address_of(path)
+    return _remote().address_of(path) if is_url(path) else os.path.abspath(path)
 
 
 def path_of(address: str) -> Path:
     """Return the path of an address that address_of() returned."""
-    if not is_url(address):
-        return Path(address)
-    from tracereader.trace import remote
-
-    return remote.named(address)
+    return _remote().named(address) if is_url(address) else Path(address)
 
 
 def size_of(path: Path) -> tuple[int | None, bool]:
     """Return a file's size in bytes, and whether it is packed. 0: it cannot be read. None: the server does not say."""
-    if not is_url(path):
-        try:
-            with opened(path, 2, whole=False) as file:
-                return os.fstat(file.fileno()).st_size, file.read(2) == b"\x1f\x8b"
-        except OSError:
-            return 0, False
-    from tracereader.trace import remote
-
     try:
-        return remote.size_of(remote.address_of(path)), path.name.endswith(".gz")
+        if is_url(path):
+            return _remote().size_of(address_of(path)), path.name.endswith(".gz")
+        with opened(path, 2, whole=False) as file:
+            return os.fstat(file.fileno()).st_size, file.read(2) == b"\x1f\x8b"
     except OSError:
         return 0, False
 
@@ -315,9 +307,7 @@ def opened(path: Path, most: int, whole: bool = True) -> BinaryIO:
     except OSError:
         if not URL.fullmatch(str(path)):
             raise
-    from tracereader.trace import remote
-
-    return remote.fetched(remote.address_of(path), most, whole)
+    return _remote().fetched(_remote().address_of(path), most, whole)
 
 
 @contextlib.contextmanager

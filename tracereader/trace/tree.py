@@ -217,7 +217,9 @@ def _built(
     own = [one for one in work if id(one) not in earlier] if earlier else work
     steps, outside = _steps(marks, roots, own)
     quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
-    steps, outside = kept, _without(steps, kept, outside)
+    if len(kept) < len(steps):
+        others = (op for step in steps_left_out(steps, kept) for op in step.roots)
+        steps, outside = kept, tuple(sorted([*outside, *others], key=_start))
     devices = _devices(properties, work, "device" if taken else "GPU")
     asking = {name for name in op_names if "Occupancy" in name}
     called = {op.name for op in ops if op.kind == "runtime"}
@@ -262,14 +264,6 @@ def _built(
         inside=tuple(inside),
         quality=quality,
     )
-
-
-def _without(steps: tuple[Step, ...], kept: tuple[Step, ...], outside: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Return what lies outside the steps that are kept: what lay outside all of them, and the slices of the others."""
-    if len(kept) == len(steps):
-        return outside
-    others = (op for step in steps_left_out(steps, kept) for op in step.roots)
-    return tuple(sorted([*outside, *others], key=_start))
 
 
 def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], Counter, Counter]:

@@ -19,7 +19,9 @@ from tracereader.figures.summary import window
 from tracereader.trace import Op, Phase, Step, Trace, Work
 from tracereader.trace.decoded import decoded
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import FAMILIES
+from tracereader.trace.slices import with_depths
 
 NOBODY = 0  # in a column of places that count from 1
 KINDS = (
@@ -227,46 +229,32 @@ def _tops(trace: Trace) -> list[Op]:
 def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
     """Yield each thread's title and slices with their depths, by start. A thread's modules come before its calls."""
     tops = _tops(trace) if steps is None else [root for step in steps for root in step.roots]
-    threads: dict[tuple, list[tuple[Op, int]]] = {}
-    for top in tops:
-        threads.setdefault(top.track, []).extend(_below(top))
-    for track, rows in threads.items():
+    for track, some in grouped((top.track, top) for top in tops).items():
         # The walk yields parents first, but a call that outlasts its parent may start after its parent's next sibling.
-        rows.sort(key=lambda row: row[0].start)
+        rows = sorted(_rows(some), key=lambda row: row[0].start)
         modules = trace.modules.get(track, ()) if steps is None else ()
         if modules:
-            yield f"thread {track[1]}: modules", [row for root in modules for row in _below(root)]
+            yield f"thread {track[1]}: modules", _rows(modules)
         yield f"thread {track[1]}", rows
 
 
-def _below(top: Op) -> Iterator[tuple[Op, int]]:
-    """Yield a slice and all slices in it, with their depths, parents first."""
-    stack = [(top, 0)]
-    while stack:
-        op, depth = stack.pop()
-        yield op, min(depth, DEEPEST)
-        if op.children:
-            stack.extend([(child, depth + 1) for child in reversed(op.children)])
+def _rows(roots: Sequence[Op]) -> list[tuple[Op, int]]:
+    return [(op, min(depth, DEEPEST)) for op, depth in with_depths(roots)]
 
 
 def _inside_tracks(trace: Trace) -> Iterator[tuple[str, list[tuple[Phase, int]]]]:
     """Return the lanes of the blocks that recorded their phases."""
-    lanes: dict[tuple, list[Phase]] = {}
-    for one in trace.inside:
-        lanes.setdefault(one.track, []).append(one)
-    for number, phases in enumerate(lanes.values(), 1):
+    for number, phases in enumerate(grouped((one.track, one) for one in trace.inside).values(), 1):
         yield f"inside a kernel: recorded block {number}", _stacked(phases)
 
 
 def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
     """Yield each stream's title and work, the busiest stream first. A stream's annotations come before its work."""
     several = len({one.device for one in trace.work}) > 1
-    streams: dict[tuple, list[Work]] = {}
-    for one in trace.work if steps is None else [one for step in steps for one in step.work]:
-        streams.setdefault(one.track, []).append(one)
-    spans: dict[tuple, list[Work]] = {}
-    for one in sorted(trace.spans if steps is None else (), key=lambda one: (one.start, -one.dur)):
-        spans.setdefault(one.track, []).append(one)
+    work = trace.work if steps is None else [one for step in steps for one in step.work]
+    streams = grouped((one.track, one) for one in work)
+    by_start = sorted(trace.spans if steps is None else (), key=lambda one: (one.start, -one.dur))
+    spans = grouped((one.track, one) for one in by_start)
     for track in sorted(streams, key=lambda track: -len(streams[track])):
         device = f"GPU {streams[track][0].device} " if several else "GPU "
         if track in spans:
@@ -307,9 +295,7 @@ MEMORY_POINTS = 2_000
 
 def _memory(trace: Trace, zero: int) -> list[dict]:
     """Return the allocated memory over time, by device: [time, bytes, …]."""
-    by_device: dict[int, list[tuple[int, int]]] = {}
-    for one in trace.memory:
-        by_device.setdefault(one.device, []).append((max(0, one.time - zero), one.total))
+    by_device = grouped((one.device, (max(0, one.time - zero), one.total)) for one in trace.memory)
     found = []
     for device, points in sorted(by_device.items(), reverse=True):
         events = len(points)
