@@ -3,11 +3,10 @@
 import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
 
 # isort: split
-import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -196,25 +195,13 @@ def _compare(args, view, first: list, summary, limits) -> None:
             raise RunFailed("; ".join(crossings))
 
 
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Turn a TraceError into BadInput."""
-    from tracereader.trace.document import TraceError
-
-    try:
-        yield
-    except TraceError as problem:
-        raise BadInput(problem) from None
-
-
 def _located(named: str) -> list[Path]:
     """Return the traces that an argument names. Raises BadInput."""
     if not is_url(named) and not os.path.isdir(named):
         return [Path(named)]
     from tracereader.trace.document import located
 
-    with _refused():
-        return located(named)
+    return located(named)
 
 
 def _front_ends(args, jobs: list[list[Path]]) -> list[Path]:
@@ -235,9 +222,8 @@ def _require(paths: Iterable[Path]) -> None:
     """Raise BadInput for a file that is no trace, as far as its first bytes tell."""
     from tracereader.trace.document import refuse_at_once
 
-    with _refused():
-        for path in paths:
-            refuse_at_once(path)
+    for path in paths:
+        refuse_at_once(path)
 
 
 def _limits(args) -> list:
@@ -266,8 +252,7 @@ def _refuse_beside_html(args) -> None:
     if args.capture:
         from tracereader.trace.capture import files_of
 
-        with _refused():
-            captures = files_of(args.capture)
+        captures = files_of(args.capture)
     files.refuse_early(args.html, args.force, [*args.traces, *captures])
 
 
@@ -333,8 +318,7 @@ def _as_ranks(args) -> bool:
     else:
         ranks.explain(summary, traces, view, args.limit)
     if args.open or args.export is not None:
-        with _refused():
-            name, content = export.merged(summary, args.limit)
+        name, content = export.merged(summary, args.limit)
         if args.open:
             perfetto.hand_over(name, content)
         else:

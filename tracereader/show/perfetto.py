@@ -52,15 +52,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         if not self._is_ours():
             return
-        if self.path not in (f"/{self.server.token}/done", f"/{self.server.token}/unreachable"):
+        if self.path != f"/{self.server.token}/done":
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         self.send_response(HTTPStatus.NO_CONTENT)
         self.send_header("Connection", "close")
         self.end_headers()
-        if self.path.endswith("/done"):
-            self.server.handed_over.set()
-        self.server.ended.set()
+        self.server.handed_over.set()
 
     def _is_ours(self) -> bool:
         # A foreign page can reach this port through the user's browser, by this or another host name.
@@ -116,7 +114,6 @@ class Server(ThreadingHTTPServer):
         self.answer_s = answer_s
         self.fetched = threading.Event()  # the page has the trace and now asks Perfetto
         self.handed_over = threading.Event()
-        self.ended = threading.Event()  # handed over, or given up by the page
 
     @property
     def url(self) -> str:
@@ -163,7 +160,7 @@ def hand_over(
             if not server.fetched.wait(timeout_s):
                 why = f"nobody clicked on its page within {_minutes(timeout_s)}: {instead}"
             else:
-                server.ended.wait(answer_s + LATER_S)
+                server.handed_over.wait(answer_s + LATER_S)
                 why = f"{ORIGIN} did not answer: is it reachable from your browser? If not, {instead} where it is"
         except KeyboardInterrupt:
             pass

@@ -123,8 +123,7 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
 def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT, short: bool = False) -> str:
     """Return the JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
 
-    limit: the most bytes of JSON of a trace that is read again. short: the short form, unless `view` asks for more.
-    Raises BadInput.
+    limit: as for read(), of traces that are read again. short: unless `view` asks for more. Raises BadInput.
     """
     sections, form = _wanted(summary, view), form_of(view, short)
     kept = summary if view.rank is None else _of_one(summary, view.rank)
@@ -164,10 +163,7 @@ def _told(summary: RanksSummary, view: View) -> list[str]:
 
 
 def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limit: int = DEFAULT_LIMIT) -> None:
-    """Print the report on several ranks: first the answer, then the evidence. Raises BadInput.
-
-    limit: the most bytes of JSON of a trace that is read again.
-    """
+    """Print the report on several ranks: first the answer, then the evidence. Raises BadInput."""
     wanted = _wanted(summary, view)
     if not rank_changes.can_propose(summary) or view.rank is not None:
         wanted = [name for name in wanted if name != "try"]

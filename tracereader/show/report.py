@@ -34,10 +34,10 @@ from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
 from tracereader.show import text as formats
-from tracereader.show.sections import SECTIONS
+from tracereader.show.sections import NEED_GPU, SECTIONS
 from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
 from tracereader.show.view import View, others, summed
-from tracereader.trace import STEP, Step, Trace, TraceError
+from tracereader.trace import STEP, Step, Trace
 from tracereader.trace.capture import read_with_captures
 from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import cut, labels
@@ -55,15 +55,12 @@ EXPLAINED = 12  # the largest number of calls in a step for which each pattern i
 def opened(
     path: Path, view: View, limit: int = DEFAULT_LIMIT, captures: tuple[Path, ...] = ()
 ) -> tuple[Trace, Summary]:
-    """Return a trace, and its summary with the step that was asked for. Raises BadInput.
+    """Return a trace, and its summary with the step that was asked for. captures: see read_with_captures().
 
-    captures: the traces of the captures of its CUDA graphs, or the folders that hold them.
+    Raises BadInput.
     """
     with _progress_of(path) as show:
-        try:
-            trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
-        except TraceError as problem:
-            raise BadInput(problem) from None
+        trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
         show(f"measuring {counted(len(trace.steps), 'step')}")
         return trace, summarize(trace, chosen_step(trace, view.step))
 
@@ -166,7 +163,7 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
     if absent:
         out.print()
     for name in absent:
-        why = " (no GPU activity)" if SECTIONS[name].needs_gpu and not summary.has_gpu_work else ""
+        why = " (no GPU activity)" if name in NEED_GPU and not summary.has_gpu_work else ""
         out.print(f"{name}: not in this trace{why}")
     if view.brief and view.usual:
         out.print()
@@ -181,7 +178,7 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     wanted = {name for name in SECTIONS if view.shows(name)}
     if not summary.has_gpu_work:
         # The section gpu also counts activities that no step launched.
-        wanted -= {name for name, one in SECTIONS.items() if one.needs_gpu and name != "gpu"}
+        wanted -= {*NEED_GPU} - {"gpu"}
     if view.usual:
         wanted -= _redundant(summary)
     left_out = {

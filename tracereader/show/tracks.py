@@ -43,10 +43,7 @@ _file = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
-    """Return the trace as JSON of which Perfetto shows every slice, and the number of slices that were moved.
-
-    limit: the most bytes of JSON that are read. Raises TraceError.
-    """
+    """Return the trace as JSON of which Perfetto shows every slice, and how many slices moved. Raises TraceError."""
     try:
         found = _file.decode(json_of(path, limit))
         events, moved = on_lanes(found["traceEvents"])

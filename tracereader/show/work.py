@@ -59,10 +59,7 @@ def _footprint(one: GpuWork) -> tuple[str, str, str]:
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
-    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy.
-
-    Memsets are left out unless all is asked for.
-    """
+    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy."""
     said: dict[tuple[str, str], list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         if view.all or one.kind != "memset":  # whose name says nothing more

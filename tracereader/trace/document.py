@@ -21,7 +21,7 @@ from typing import BinaryIO, Generic, Literal, TypeVar
 import msgspec
 
 from tracereader import progress
-from tracereader.command import NONE_IN_FOLDER, MissingPackage, is_trace, is_url
+from tracereader.command import NONE_IN_FOLDER, BadInput, MissingPackage, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace
 from tracereader.trace.decoded import REPLACEMENT, decoded, printable_text
@@ -65,7 +65,7 @@ T = TypeVar("T")
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.+", re.S)  # Path writes one slash
 
 
-class TraceError(Exception):
+class TraceError(BadInput):
     """The file is not a trace that can be read. The message says why in one line."""
 
 
@@ -214,10 +214,7 @@ def in_folder(folder: Path) -> list[Path]:
 
 
 def located(text: str) -> list[Path]:
-    """Return the traces that an argument names: the path itself, or all that a folder or a URL with wildcards names.
-
-    Raises TraceError.
-    """
+    """Return the traces that an argument names: itself, or those of a folder or wildcards. Raises TraceError."""
     if not is_url(text):
         return in_folder(Path(text)) if os.path.isdir(text) else [Path(text)]
     if local := re.fullmatch("(?:file|local)://(/.*)", text, re.I | re.S):

@@ -86,10 +86,7 @@ def is_one(data: bytes) -> bool:
 
 
 def as_json(data: bytes, limit: int) -> bytes:
-    """Return the trace in Chrome's JSON, as torch writes it. Raises Broken, and MissingPackage without protobuf.
-
-    limit: the most bytes that the JSON may have.
-    """
+    """Return the trace in Chrome's JSON, of at most `limit` bytes. Raises Broken; MissingPackage without protobuf."""
     packets = _parsed("Trace", data).packet
     reader = _Reader(packets, limit, oldest_first=True)
     if reader.in_order and reader.nested:
