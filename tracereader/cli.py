@@ -171,7 +171,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
     summaries, proposed = [summary], []
     for path in args.traces[1:]:
         if runs is None and not args.markdown and (args.previous or not proposed):
-            proposed.append(comparison.proposed_by(trace, summary, view))
+            proposed.append(comparison.proposed_by(trace, summary) if view.shows("short") else ())
         summary.cpu.keep()
         del trace
         gc.collect()  # frees the trace: parents and children refer to each other

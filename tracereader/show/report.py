@@ -355,8 +355,9 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         # All rows outside ops share the functions.
         outside = [place for place, (name, _) in enumerate(shown) if is_python(name) or name.endswith(NO_RECORDED_CALL)]
         of_all = "all time between ops" if len(outside) > 1 else "this time"
-        functions = {place: f"of {of_all}, {_functions(summary.idle_python)}" for place in outside[-1:]}
-        functions = functions if summary.idle_python else {}
+        largest = list(summary.idle_python.items())[:FUNCTIONS_NAMED]
+        in_them = ", ".join(f"{duration(value)} in {cut(name, 80)}" for name, value in largest)
+        functions = {place: f"of {of_all}, {in_them}" for place in outside[-1:] if largest}
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
         if summary.recording.mixed is not None:
             of = " in a step, on average of all,"
@@ -383,12 +384,6 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if number:
             out.print()
         print_columns(out, heads, rows, below=below)
-
-
-def _functions(times: dict[str, float]) -> str:
-    """Return the Python functions in which most of some time went."""
-    largest = list(times.items())[:FUNCTIONS_NAMED]
-    return ", ".join(f"{duration(value)} in {cut(name, 80)}" for name, value in largest)
 
 
 def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[str], list[tuple]]:

@@ -74,6 +74,7 @@ _FORWARD, _SEQUENCE = re.compile(rb'"Fwd thread id":(\d+),'), re.compile(rb'"Seq
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 _LANE = re.compile(r"\[0*(\d{1,18})\] (.*)", re.DOTALL)
 _encoded = msgspec.json.Encoder().encode
+_quoted = lru_cache(4096)(_encoded)
 
 
 class Broken(ValueError):
@@ -141,11 +142,6 @@ def _parsed(name: str, data: bytes):
 
 
 @lru_cache(4096)
-def _quoted(text: str) -> bytes:
-    return _encoded(text)
-
-
-@lru_cache(4096)
 def _named(category: str, name: str) -> bytes:
     return b'{"ph":"X","cat":%b,"name":%b,' % (_encoded(category), _encoded(name))
 
@@ -206,7 +202,10 @@ class _Reader:
                 self.names.clear()
                 self._forget()
             if packet.HasField("interned_data"):
-                self._tables(packet.interned_data)
+                self._forget()
+                for table in TABLES:
+                    entries = ((one.iid, _text(one.name)) for one in getattr(packet.interned_data, table))
+                    self.names.setdefault(table, {}).update(entries)
             kind, time = packet.WhichOneof("one"), packet.timestamp
             if kind == "track_event":
                 self._slice(time, packet.track_event)
@@ -235,11 +234,6 @@ class _Reader:
         if self.size > self.limit:
             raise Broken(f"more than {self.limit:,} bytes as JSON; --limit and the free memory set this limit")
         self.events.append(event)
-
-    def _tables(self, tables) -> None:
-        self._forget()
-        for table in TABLES:
-            self.names.setdefault(table, {}).update((one.iid, _text(one.name)) for one in getattr(tables, table))
 
     def _name(self, table: str, number: int) -> str:
         return self.names.get(table, {}).get(number, "")

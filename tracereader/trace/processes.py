@@ -34,11 +34,6 @@ class Picked(msgspec.Struct, frozen=True):
     nodes: list[Work]
     unknown: int
 
-    @property
-    def is_one_of_several_ranks(self) -> bool:
-        """Return whether another process has GPU work, or steps, too."""
-        return any(one.gpu_activities or one.has_steps for one in self.processes[1:])
-
 
 def picked(
     path: Path,

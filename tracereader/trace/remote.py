@@ -196,15 +196,11 @@ def _filesystem(address: str) -> tuple[object, str]:
         from fsspec.registry import known_implementations
     except ImportError:
         raise MissingPackage(f"{protocol}://", PACKAGES.get(protocol, WITH_HTTP)) from None
-    options = {}
-    try:
-        if HTTP.match(address):
-            urlsplit(address)
-    except ValueError as problem:
-        raise _Refused(f"not a valid URL: {problem}") from None
+    is_http, options = HTTP.match(address), {}
     try:
         address = re.sub(r"^[a-zA-Z][\w+.-]*(?=://)", lambda one: one[0].lower(), address)
-        if HTTP.match(address):
+        if is_http:
+            urlsplit(address)
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
@@ -213,11 +209,13 @@ def _filesystem(address: str) -> tuple[object, str]:
         return url_to_fs(address, **options)
     except ImportError as problem:
         package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
-        package = WITH_HTTP if HTTP.match(address) else PACKAGES.get(protocol, package.replace("_", "-"))
+        package = WITH_HTTP if is_http else PACKAGES.get(protocol, package.replace("_", "-"))
         if package == "fsspec":
             raise _Refused(f"a package for {protocol}:// is missing: {problem}") from problem
         raise MissingPackage(f"{protocol}://", package) from problem
     except ValueError as problem:
+        if is_http:
+            raise _Refused(f"not a valid URL: {problem}") from None
         if protocol in known_implementations:
             raise
         raise _Refused(f"fsspec knows no protocol {protocol}://") from problem
@@ -262,10 +260,8 @@ def _is_final(problem: Exception) -> bool:
 def _status(problem: Exception) -> int | None:
     """Return the HTTP status of a failure, under the name that its library uses; None without one."""
     response = getattr(problem, "response", None)
-    for status in (getattr(problem, "status", None), getattr(response, "status_code", None)):
-        if type(status) is int:
-            return status
-    return None
+    status = getattr(problem, "status", getattr(response, "status_code", None))
+    return status if type(status) is int else None
 
 
 def _told(problem: Exception, address: str) -> str:

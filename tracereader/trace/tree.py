@@ -25,7 +25,7 @@ from tracereader.trace.facts import RunFacts, of_other_steps, usable
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
-from tracereader.trace.marks import Marks, StepsBy
+from tracereader.trace.marks import StepsBy
 from tracereader.trace.quality import clip, earlier_work, quality_of, steps_left_out
 from tracereader.trace.slices import Frame, Op, Phase, Rank, Slice, Step, Sync, Trace, Work
 from tracereader.trace.waits import OF_THE_DEVICE
@@ -181,8 +181,8 @@ def _built(
         flows, memory, syncs, edges = (
             [event for event in some if one.owns(event.pid)] for some in (flows, memory, syncs, edges)
         )
-        if one.is_one_of_several_ranks:  # the file's other members are those of any of them
-            facts, rank = RunFacts(), None
+        if any(other.gpu_activities or other.has_steps for other in one.processes[1:]):
+            facts, rank = RunFacts(), None  # the file's other members are those of any of several ranks
 
     show("building the call tree")
     marks = [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
@@ -192,7 +192,11 @@ def _built(
     elif steps_by is StepsBy.FOUND and not marks and facts == RunFacts():  # a run that stored facts knows its step
         by = marked.found(ops)
     if by is not None or steps_by is StepsBy.NOTHING:
-        recorded, marks = marks, _as_slices(by) if by is not None else []
+        recorded, spans_of_steps = marks, by.spans if by is not None else ()
+        marks = [
+            Op(f"{STEP}{number}", "label", start, end - start, by.track, msgspec.Raw(b"{}"))
+            for number, (start, end) in enumerate(spans_of_steps, 1)
+        ]
         if recorded and len(recorded) != len(marks):
             facts = of_other_steps(facts)
         # The marks come first, so that a call as long as its step lies inside it.
@@ -490,14 +494,6 @@ def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
         if is_time(event.ts) and type(size) is type(total) is type(device) is int and abs(total) < 2**60:
             found.append(slices.Memory(_ns(event, zero), (event.pid, event.tid), size, total, device))
     return tuple(sorted(found, key=lambda one: one.time))
-
-
-def _as_slices(marks: Marks) -> list[Op]:
-    """Return the slice of each step that an annotation's calls mark, like the profiler's own marks."""
-    return [
-        Op(f"{STEP}{number}", "label", start, end - start, marks.track, msgspec.Raw(b"{}"))
-        for number, (start, end) in enumerate(marks.spans, 1)
-    ]
 
 
 def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:

@@ -95,7 +95,9 @@ def reasons(before: Side, after: Side) -> list[str]:
         with_calls = f", with {counted(calls[1], 'launch', 'launches')} instead of {calls[0]:,}"
         explains = _differ(*calls) and (calls[0] > calls[1]) == (idle[0] > idle[1])
         waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * explains}"]
-    speed = [] if by_graph or share < CONSIDERABLE else _cpu_speed(before, after, difference)
+    was, now = _same_calls_us(before, after)
+    is_slower = not by_graph and share >= CONSIDERABLE and (was - now) / difference >= CONSIDERABLE
+    speed = [_same_calls(was, now)] if is_slower else []
     found = [*launched, *_other_ways(before, after), *speed, *waits, *_by_family(before, after, difference)]
     return found[: REASONS + 1]
 
@@ -193,12 +195,6 @@ def _waits(before: Side, after: Side) -> list[str]:
         unit, (was_us, now_us) = in_one_unit(us)
         found.append(f"{now_us} {unit} of waiting for the DataLoader instead of {was_us}")
     return found
-
-
-def _cpu_speed(before: Side, after: Side, difference: float) -> list[str]:
-    """Return a sentence on ops and calls that both steps call equally often, if their self time explains much."""
-    was, now = _same_calls_us(before, after)
-    return [_same_calls(was, now)] if (was - now) / difference >= CONSIDERABLE else []
 
 
 def _same_calls_us(before: Side, after: Side) -> tuple[float, float]:

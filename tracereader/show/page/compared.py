@@ -7,12 +7,11 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.changes import catalogue
-from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary
 from tracereader.findings import steps
 from tracereader.findings.finding import family_in_words
-from tracereader.replay import Refused
+from tracereader.show.comparison import proposed_by
 from tracereader.show.limits import measures
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
@@ -30,7 +29,7 @@ class Runs:
     def __init__(self):
         self.packing = Packing()
         self.summaries: list[Summary] = []
-        self.proposed: tuple[Opportunity, ...] = ()  # by the first run's report
+        self.proposed: Sequence[Opportunity] = ()  # by the first run's report
         self.decoded: dict[str, str] = {}
         self.pieces: list[dict] = []
         self.steps: list[dict] = []
@@ -47,8 +46,7 @@ class Runs:
         self.pieces += data.pieces(summary)
         self.decoded |= data.decoded_names(trace)
         if not self.summaries:
-            found = opportunities(trace, summary)
-            self.proposed = () if isinstance(found, Refused) else [one for one in found if not one.is_unknown]
+            self.proposed = proposed_by(trace, summary)
         self.summaries.append(summary)
         self.steps.append(
             {"name": f"run {number}, step {step.number}", "start": step.start - zero, "end": step.end - zero}
@@ -116,7 +114,7 @@ def _run(side: compare.Side, name: str) -> dict:
     return {
         "name": name,
         "file": Path(one.source.trace).name,
-        "device": ", ".join(dict.fromkeys(one.source.devices)) or "CPU only",
+        "device": compare.devices_of(side),
         "regime": word,
         "why": why,
         "busy": steps.busy_machine(one),
