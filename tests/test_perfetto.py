@@ -258,7 +258,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path, capsys):
 
 @contextlib.contextmanager
 def serving(trace=TRACE, **options):
-    with perfetto.Server(trace, **options) as server:
+    with perfetto.Server(trace, trace.read_bytes(), **options) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()

@@ -45,12 +45,6 @@ def ratio(before_us: float, after_us: float) -> str:
     return f"{factor:,.{digits}f} times as {'fast' if before_us >= after_us else 'long'}"
 
 
-def heading(before: Side, after: Side) -> str | None:
-    """Return the ratio of two runs' steps; None if they do not compare by step."""
-    times = step_us(before), step_us(after)
-    return ratio(*times) if compare.compare_by_step(before, after) and all(times) else None
-
-
 def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: bool = False) -> str:
     """Return the pace of a run against another, with the reasons; of one step without them."""
     if compare.only_one_has_gpu_work(before, after):

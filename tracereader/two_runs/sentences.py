@@ -107,8 +107,5 @@ def _listed(names: Sequence[str], shown: int = OPS_SHOWN) -> str:
 
 def setup(side: Side) -> str:
     """Return the GPU activities of one run's step as text, counted by operation."""
-    parts = Counter()
-    for name, count in side.work.items():
-        parts[side.parts[name]] += count
-    shown = ", ".join(f"{count} x {part}" for part, count in parts.most_common(NAMES_SHOWN))
-    return shown + and_more(len(parts), NAMES_SHOWN) or "no GPU work"
+    shown = ", ".join(f"{count} x {part}" for part, count in side.parts.most_common(NAMES_SHOWN))
+    return shown + and_more(len(side.parts), NAMES_SHOWN) or "no GPU work"

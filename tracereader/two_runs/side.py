@@ -72,9 +72,9 @@ class Side(msgspec.Struct, frozen=True, dict=True):
         return found
 
     @cached_property
-    def parts(self) -> dict[str, str]:
-        """Return a short description of each GPU activity, by name."""
-        return {one.name: _part(one) for one in self.summary.gpu_work}
+    def parts(self) -> Counter:
+        """Return the number of GPU activities by a short description of each."""
+        return Counter(map(_part, self.summary.gpu_work))
 
 
 def _part(one: GpuWork) -> str:

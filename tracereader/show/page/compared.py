@@ -75,7 +75,8 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
     found = [sentences.difference(sides[0], side) for side in sides[1:]]
     if len(sides) == 2:
-        runs[1]["ratio"] = faster.heading(*sides)
+        times = list(map(faster.step_us, sides))
+        runs[1]["ratio"] = faster.ratio(*times) if compare.compare_by_step(*sides) and all(times) else None
     for run, side in zip(runs, sides, strict=True):
         compares = runs[0]["step"] and not compare.only_one_has_gpu_work(sides[0], side)
         run["of_first"] = run["step"] / runs[0]["step"] if compares else None

@@ -28,6 +28,7 @@ KINDS = (
     "label", "op", "runtime", "module", "overhead", "kernel", "memcpy", "memset", "span", "phase", "collective", "wait",
     "inside", "inside_wait",
 )  # fmt: skip
+COLUMNS = ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
 FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 # Ids that tie one event to others. Every slice has different ones, and the timeline draws the ties.
@@ -96,16 +97,6 @@ def _kind(one: Op | Work | Phase) -> str:
     return "inside_wait" if isinstance(one, Phase) and one.waits else one.kind
 
 
-class _Side:
-    """The slices of threads, or of streams, as columns that grow track by track."""
-
-    def __init__(self):
-        self.tracks: list[dict] = []
-        self.columns: dict[str, list[int]] = {
-            name: [] for name in ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
-        }
-
-
 def _is_deep(found: object) -> bool:
     """Return whether lists nest deeper than any profiler writes, because JSON's readers and writers recurse."""
     level = [found]
@@ -127,14 +118,16 @@ class Packing:
     def __init__(self):
         self.names: dict[str, int] = {}  # numbers, in the order in which the names come
         self.arguments = _Arguments()
-        self.cpu, self.gpu = _Side(), _Side()
+        # The slices of threads and of streams, as columns that grow track by track.
+        self.tracks: dict[str, list[dict]] = {"CPU": [], "GPU": []}
+        self.columns: dict[str, dict[str, list[int]]] = {side: {name: [] for name in COLUMNS} for side in self.tracks}
         self.end = 0
 
     def add(self, group: str, title: str, rows: Sequence[tuple], zero: int) -> None:
         """Add a track. rows: slices with their depths, by start. zero: the origin of the page's times (ns)."""
-        side = self.gpu if group == "GPU" else self.cpu
+        side = "GPU" if group == "GPU" else "CPU"
         slices = [one for one, _ in rows]
-        columns, names, arguments = side.columns, self.names, self.arguments
+        columns, names, arguments = self.columns[side], self.names, self.arguments
         starts = array("q", [one.start - zero for one in slices])
         columns["start"].extend(starts[:1])
         columns["start"].extend(map(sub, starts[1:], starts[:-1]))  # the others by the difference from the one before
@@ -143,7 +136,7 @@ class Packing:
         columns["kind"].extend([KIND_OF.get(_kind(one), KIND_OF["module"]) for one in slices])
         columns["depth"].extend([depth for _, depth in rows])
         columns["arguments"].extend([arguments[one.raw] for one in slices])
-        side.tracks.append({"group": group, "title": title, "slices": len(rows)})
+        self.tracks[side].append({"group": group, "title": title, "slices": len(rows)})
         self.end = max(self.end, max((one.end for one in slices), default=zero) - zero)
 
     def add_trace(
@@ -155,7 +148,7 @@ class Packing:
         """
         place: dict[int, int] = {}
         for title, rows in _cpu_tracks(trace, steps):
-            first = len(self.cpu.columns["name"]) + 1
+            first = len(self.columns["CPU"]["name"]) + 1
             place.update((id(one), at) for at, (one, _) in enumerate(rows, first) if one.kind == "runtime")
             self.add("CPU", run + title, rows, zero)
         if trace.overheads and steps is None:
@@ -164,7 +157,7 @@ class Packing:
             self.add("inside", run + title, rows, zero)
         for title, rows in _gpu_tracks(trace, steps):
             self.add("GPU", run + title, rows, zero)
-            columns, work = self.gpu.columns, [one for one, _ in rows]
+            columns, work = self.columns["GPU"], [one for one, _ in rows]
             columns["launch"].extend([place.get(id(one.launch), NOBODY) for one in work])
             columns["piece"].extend([pieces.get(id(one), NOBODY) for one in work])
             columns["family"].extend([0 if one.kind == "span" else FAMILY_OF[says(one).family] for one in work])
@@ -175,11 +168,9 @@ class Packing:
         Times are whole ns. Slices are in the order of their tracks, and in each by start. `launch` of GPU work is the
         position of its launch call among them, from 1 up.
         """
-        columns = Columns()
-        for name in ("start", "dur", "name", "kind", "depth", "arguments"):
-            columns.add(name, self.cpu.columns[name] + self.gpu.columns[name])
-        for name in ("launch", "piece", "family"):
-            columns.add(name, self.gpu.columns[name])
+        columns, (cpu, gpu) = Columns(), self.columns.values()
+        for name in COLUMNS:
+            columns.add(name, cpu[name] + gpu[name])  # threads have no launch, piece or family
         return (
             {
                 "end": self.end,
@@ -189,9 +180,9 @@ class Packing:
                 "arguments": self.arguments.texts,
                 "arguments_left_out": self.arguments.left_out,
                 "ids_left_out": LEFT_OUT,
-                "tracks": self.cpu.tracks + self.gpu.tracks,
-                "first_work": len(self.cpu.columns["name"]),
-                "work": len(self.gpu.columns["name"]),
+                "tracks": self.tracks["CPU"] + self.tracks["GPU"],
+                "first_work": len(cpu["name"]),
+                "work": len(gpu["name"]),
                 "columns": columns.described,
                 "idle": None,
                 "memory": [],
