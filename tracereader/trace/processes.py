@@ -154,13 +154,9 @@ def _owners(
 
 def _names(events: Sequence[Event | None]) -> dict[Pid, str]:
     """Return the names of processes that a file gives beside their events."""
-    found = {}
-    for event in events:
-        if event is not None and event.ph == "M" and event.name == "process_name":
-            name = decoded_object(event.args).get("name")
-            if isinstance(name, str):
-                found[event.pid] = name
-    return found
+    said = (event for event in events if event is not None and event.ph == "M" and event.name == "process_name")
+    named = ((event.pid, decoded_object(event.args).get("name")) for event in said)
+    return {pid: name for pid, name in named if isinstance(name, str)}
 
 
 def _label(pid: Pid, names: Mapping[Pid, str]) -> str:

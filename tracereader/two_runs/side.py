@@ -66,10 +66,8 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def says(self) -> dict[str, KernelName]:
         """Return the decoded name of each name of GPU work, by its longest activity."""
-        found: dict[str, KernelName] = {}
-        for one in sorted(self.summary.gpu_work, key=lambda one: -one.us):
-            found.setdefault(one.name, one.says)
-        return found
+        by_time = sorted(self.summary.gpu_work, key=lambda one: -one.us)
+        return {one.name: one.says for one in reversed(by_time)}
 
     @cached_property
     def parts(self) -> Counter:
