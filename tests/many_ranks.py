@@ -140,7 +140,7 @@ def _kept(rank: int, count: int, run: _Run, groups: list[list[Group]], calls: tu
         total=Times("", **total), steps=tuple(steps), left_out=(),
         groups=tuple(next(one for one in some if rank in one.members) for some in groups), calls=calls,
         parts=tuple(Part(one.call, one.seq, one.start + ahead, one.end + ahead) for one in run.parts),
-        exposed=tuple(edge + ahead for one in run.parts for edge in (one.start, one.end)), late_us=0.0, hidden=0,
+        exposed=tuple(edge + ahead for one in run.parts for edge in (one.start, one.end)), hidden=0,
         unnamed=0, unprofiled_step_us=None, lane=None,
     )  # fmt: skip
 
@@ -232,6 +232,6 @@ class _Stage:
         return RankTrace(
             path=f"run_rank{rank}.json", rank=rank, world_size=count, host=None, device="NVIDIA H200", on_gpu=True,
             start=self.edges[0], end=self.edges[-1], total=Times("", **total), steps=tuple(steps), left_out=(),
-            groups=(group,), calls=tuple(calls), parts=(), exposed=tuple(self.exposed), late_us=0.0, hidden=0,
+            groups=(group,), calls=tuple(calls), parts=(), exposed=tuple(self.exposed), hidden=0,
             unnamed=0, unprofiled_step_us=None, lane=None, messages=tuple(sorted(parts, key=lambda one: one.start)),
         )  # fmt: skip

@@ -360,17 +360,6 @@ def test_torchs_list_of_groups_completes_a_truncated_list_of_ranks(tmp_path):
     ]
 
 
-def test_waiting_is_given_by_rank_and_step():
-    summary = summary_of(64, delays={5: Delay(7_000_000)})
-    for one in summary.ranks:
-        expected = [
-            sum(each.waits_us[each.ranks.index(one.rank)] for each in summary.matched if each.step == step.name)
-            for step in one.steps
-        ]  # one collective at a time
-        assert one.waiting_in_steps_us == pytest.approx(expected)
-        assert min(expected) > 6_900 or one.rank == 5
-
-
 def test_one_rank_is_shown_in_full(capsys, monkeypatch):
     summary = mesh()
     text = shown(summary, capsys, monkeypatch, View(rank=517))

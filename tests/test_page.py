@@ -1280,7 +1280,7 @@ def test_a_thousand_ranks_have_a_page(chromium, tmp_path):
             start=0, end=len(names) * 10**7, total=Times(**taken("all", 6e5)), steps=steps, left_out=(),
             groups=(Group("all", "", count, everyone),),
             calls=tuple(Call(0, "all-reduce", 1_000_000, name) for name in names), parts=tuple(parts), exposed=(),
-            late_us=0.0, hidden=0, unnamed=0, unprofiled_step_us=None, lane=lane,
+            hidden=0, unnamed=0, unprofiled_step_us=None, lane=lane,
         )  # fmt: skip
 
     traces = [rank(number) for number in range(count)]

@@ -417,7 +417,7 @@ def of_rank(rank, world_size, host, parts):
     calls = list(dict.fromkeys(Call(members.index(group), kind, size, "") for group, kind, size, *_ in parts))
     return RankTrace(
         path=f"{rank}", rank=rank, world_size=world_size, host=host, device="", on_gpu=True, start=0, end=10**9,
-        total=Times("", 1e6, 1, 1, 1, 0, 0, 0), steps=(), left_out=(), exposed=(), late_us=0.0, hidden=0, unnamed=0,
+        total=Times("", 1e6, 1, 1, 1, 0, 0, 0), steps=(), left_out=(), exposed=(), hidden=0, unnamed=0,
         groups=tuple(Group(f"{group}", "", len(group), group) for group in members), calls=tuple(calls),
         parts=tuple(
             Part(calls.index(Call(members.index(group), kind, size, "")), seq, start, end)

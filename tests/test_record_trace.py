@@ -173,6 +173,7 @@ def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
     assert period([10] * 20) is None
     assert period([*[10, 18, 10, 25, 10, 10, 16, 900], *[10, 10, 17, 10, 30, 10, 10, 800]] * 2) == 8
     assert period([10, 10, 30, 10, 10, 10, 10, 30, 10, 10, 10, 30, 10, 10, 10, 10]) is None
+    assert period([30] * 99_000 + [10, 10, 10, 30] * 400) == 4  # and of many steps the last are looked at
 
 
 def test_the_time_without_the_profiler_is_the_median_or_the_mean_over_whole_turns():
@@ -232,6 +233,17 @@ def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
         clock.now += steps[one.steps]
         one.ended()
     assert one.steady and one.steps > 12
+
+
+def test_forty_short_steps_are_enough_before_a_recording_and_half_a_second_of_them_after_it():
+    one, clock = measuring(50e-6, least=10, most=40)
+    for hastily, steps in ((True, 40), (False, 10_000)):
+        one.begin(hastily)
+        while not one.enough:
+            clock.now += 50e-6
+            one.ended()
+        assert one.hasty == hastily
+        assert len(one.finish()) == pytest.approx(steps, rel=0.01)
 
 
 class Cuda:
@@ -302,7 +314,12 @@ def test_the_end_of_a_step_takes_three_functions_while_steps_are_timed():
     model()
     sys.setprofile(None)
     assert (ended, quick) == ([1], [1])
-    assert called == ["__call__", "__call__", "<lambda>", "<lambda>"]  # the second one is the program's
+    assert called == ["__call__", "<lambda>", "__call__", "<lambda>"]  # the third one is the program's
+    called.clear()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    type(model)()()  # such as the other module of a generator of tokens
+    sys.setprofile(None)
+    assert called == ["__call__", "<lambda>", "__call__"]
     steps.hasten(None)
     model()
     assert (ended, quick) == ([1, 1], [1])
@@ -323,6 +340,31 @@ def test_what_ends_no_step_is_ignored_until_the_program_goes_on_to_something_els
     for _ in range(2 * module.OTHERS):
         other()
     assert len(ended) > 100
+
+
+def test_other_modules_in_each_step_are_ignored_for_as_long_as_steps_are_timed():
+    """A generator of tokens of 38 µs calls another module 526 times in a fiftieth of a second."""
+    ended, quick, module = [], [], inside("steps")
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace(), nn=types.SimpleNamespace(Module=Module), autograd=None)
+    steps = module.Steps(torch, lambda: ended.append(1))
+    model = hastened(steps, ended)
+    other = type(model)()
+    steps.hasten(lambda: quick.append(1) or True)
+    for _ in range(module.OTHERS + 1):
+        other()
+        model()
+    assert len(ended) == 1 and len(quick) == module.OTHERS + 1
+
+
+def test_a_module_that_calls_itself_ends_one_step(monkeypatch):
+    monkeypatch.setattr(Module, "__call__", lambda one, deep=0: one(deep - 1) if deep else None)
+    ended, quick = [], []
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace(), nn=types.SimpleNamespace(Module=Module), autograd=None)
+    steps = inside("steps").Steps(torch, lambda: ended.append(1))
+    model = hastened(steps, ended)
+    steps.hasten(lambda: quick.append(1) or True)
+    model(3)
+    assert (len(ended), len(quick)) == (1, 1)
 
 
 def test_the_environment_keeps_the_users_paths_and_gives_the_plan(tmp_path):
@@ -474,13 +516,42 @@ def test_a_program_that_fails_in_its_third_step_fails_as_it_would_alone(tmp_path
     ).replace("record.py", "record-trace")
 
 
+def test_a_program_that_ends_before_slow_steps_could_return_leaves_a_trace(tmp_path):
+    code = f"{LOOP}for i in range(150): {STEP}; time.sleep(0.4 if i == 45 else 0.02)\n"
+    code += "print('end', flush=True); os._exit(0)"
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout) == (0, "end\n"), found.stderr
+    calls = calls_in_each_step(*traces.values(), "aten::linear")
+    assert set(calls) == {1} and len(calls) >= 4  # more where a busy machine makes some steps slow
+    assert "steps in program_trace.json.gz" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_steps_are_recorded_again_where_slow_ones_return_after_many(tmp_path):
+    code = f"{LOOP}for i in range(1000): {STEP}; time.sleep(0.4 if i % 30 == 0 else 0.02)"
+    found, traces = recorded(tmp_path, code)
+    assert found.returncode == 0, found.stderr
+    (trace,) = traces.values()
+    assert calls_in_each_step(trace, "aten::linear") == [1] * 30
+    long = [one for one in steps_in(trace) if one["cat"] == "user_annotation" and one["dur"] > 300e3]
+    assert len(long) == 1 and 30e3 < trace["unprofiled_step_us"] < 45e3
+
+
 @pytest.mark.exhaustive
 def test_inference_goes_on_to_its_own_end_where_that_is_asked_for(tmp_path):
-    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(20_000): model(torch.ones(2, 8))\nprint(i)"
+    code = f"{LOOP}model.eval()\nwith torch.no_grad():\n    for i in range(100_000): model(torch.ones(2, 8))\nprint(i)"
     found, traces = recorded(tmp_path, code.replace("optimizer =", "# "), "--continue", "--active", "3")
-    assert (found.returncode, found.stdout) == (0, "19999\n"), found.stderr
+    assert (found.returncode, found.stdout) == (0, "99999\n"), found.stderr
     (trace,) = traces.values()
     assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1]
+    assert trace["unprofiled_steps"] > 1000  # after forty of them had been timed and recorded
+
+
+def test_a_program_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path):
+    asks = "import importlib.util\nassert importlib.util.find_spec('torch')"  # as transformers does
+    found, traces = recorded(tmp_path, f"{asks}\n{LOOP}for i in range(100_000): {STEP}")
+    assert found.returncode == 0 and len(traces) == 1, found.stderr
+    assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
 
 
 def test_a_program_without_torch_is_told_so(tmp_path):
@@ -677,16 +748,17 @@ def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_each_rank_is_recorded_at_the_same_steps(tmp_path):
+@pytest.mark.parametrize(("wait", "steps"), [("", 4), ("; time.sleep(0.4 * (count % 12 == 0))", 12)])
+def test_each_rank_is_recorded_at_the_same_steps(wait, steps, tmp_path):
     code = f"{LOOP}import atexit\ntorch.distributed.init_process_group('gloo')\n"
     # A rank that ends while the other one still talks to it may be aborted: of ten runs without a barrier one was.
     code += "atexit.register(torch.distributed.destroy_process_group)\natexit.register(torch.distributed.barrier)\n"
-    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}"
+    code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}{wait}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
     assert found.returncode == 0, found.stderr
     assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]
-    assert all(calls_in_each_step(one, "aten::linear") == [1] * 4 for one in traces.values())
+    assert all(calls_in_each_step(one, "aten::linear") == [1] * steps for one in traces.values())
 
 
 @pytest.mark.exhaustive

@@ -741,6 +741,42 @@ def not_changed():
     return compiled([], True)
 
 
+class Named(nn.Linear):
+    def __call__(self, *args, **kwargs):  # as layers of transformers do
+        return super().__call__(*args, **kwargs)
+
+
+def compiled_once():
+    made, count = changes.install(torch, ["channels_last"]), 0
+
+    def ended():
+        nonlocal count
+        count += 1
+        made.step_ended()
+        if count == 12:
+            watch.narrow()
+        if count == 14:
+            watch.noted = notes.start()
+        if count == 16:
+            watch.noted = notes.stop()
+
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
+    import modules, steps as ends
+
+    notes = modules.Notes(torch, torch.compiler.is_compiling, ends.patched)
+    watch = ends.Steps(torch, ended)
+    watch.start()
+    model = nn.Sequential(Named(2, 2), Named(2, 2))
+    model.compile(backend="eager")
+    with torch.no_grad():
+        for _ in range(18):
+            model(torch.ones(1, 2))
+    watch.stop()
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], count, len(notes.calls), nn.Module.__call__ is own_call
+
+
 def compiled_without_checkpoint():
     targets = []
 
@@ -843,6 +879,7 @@ CHANGED = {
     "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
     "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],
     "not_changed": [1, {}, [None], {}, "torch.float32"],
+    "compiled_once": [1, 18, 10, True],
     "compiled_without_checkpoint": [True, [], {"compile": 1, "no_checkpoint": 1}],
     "ddp": [100, True, False, True],
     "frozen": True,

@@ -434,10 +434,10 @@ def mask_once(case: Case) -> Proposal | None:
 @change(
     "share keys and values between query heads",
     "the attention kernel takes keys and values of fewer heads as fast",
-    followed=halved(lambda side: side.summary.llm.unneeded.expanded is not None, by_calls, same_products),
+    followed=halved(lambda side: side.summary.llm.expanded > 0, by_calls, same_products),
 )
 def shared_keys(case: Case) -> Proposal | None:
-    if case.summary.llm.unneeded.expanded is None:
+    if not case.summary.llm.expanded:
         return None
     found, typical = case.in_each_step(expanded)
     copies = [work for _, some in typical for work in some]

@@ -33,6 +33,7 @@ from tracereader.two_runs.side import Side
 
 MOSTLY = 0.5  # of a step's GPU time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
+ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
@@ -188,7 +189,8 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
             if dim == 0 or (begins and own):
                 parts = f"one of the {dims[dim]:,} parts of a tensor"
-                yield from _loop(run, "what equals one of several values" if name == COMPARES else parts)
+                least = ALL_PARTS if name != COMPARES and len(run) == dims[dim] else MANY_PASSES
+                yield from _loop(run, "what equals one of several values" if name == COMPARES else parts, least)
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -223,8 +225,8 @@ def _over_copies(step: Step) -> Iterator[Loop]:
             yield from _loop(calls, "an input of its own from the CPU")
 
 
-def _loop(run: Sequence[Op], what: str) -> Iterator[Loop]:
-    if len(run) >= MANY_PASSES:
+def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES) -> Iterator[Loop]:
+    if len(run) >= least:
         starts = tuple(op.start for op in run)
         usual = median_high([two - one for one, two in pairwise(starts)])
         yield Loop(starts, starts[-1] + usual, what)

@@ -237,13 +237,11 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
 @change(
     "cast the weights once",
     "the weights do not change between the steps",
-    followed=halved(
-        lambda side: side.summary.llm.unneeded.weight_casts is not None, same_type, same_products, by_calls
-    ),
+    followed=halved(lambda side: side.summary.llm.weight_casts > 0, same_type, same_products, by_calls),
 )
 def cast_weights(case: Case) -> Proposal | None:
     """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
-    if case.trace.trains or case.summary.llm.unneeded.weight_casts is None:
+    if case.trace.trains or not case.summary.llm.weight_casts:
         return None
     casts, typical = case.in_each_step(weight_casts)
     if not typical:

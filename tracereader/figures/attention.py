@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -123,16 +123,11 @@ def passes(steps: Iterable[Step]) -> list[Pass]:
     A pass ends where the number of tokens changes. No passes if any call has other numbers of queries than of keys, or
     if its shapes were not recorded.
     """
-    found: list[Pass] = []
-    for op in (op for step in steps for op in attention_calls(step)):
-        queries, keys = queries_and_keys(op) or (None, None)
-        if queries is None or queries != keys:
-            return []
-        batch = op.inputs.dims[0][0]
-        if not found or (found[-1].tokens, found[-1].batch) != (queries, batch):
-            found.append(Pass(queries, batch, []))
-        found[-1].calls.append(op)
-    return found
+    calls = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
+    if any(sizes is None or sizes[0] != sizes[1] for _, sizes in calls):
+        return []
+    alike = groupby(calls, key=lambda call: (call[1][0], call[0].inputs.dims[0][0]))
+    return [Pass(tokens, batch, [op for op, _ in some]) for (tokens, batch), some in alike]
 
 
 def recomputed_tokens(some: Sequence[Pass]) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from tracereader.figures.phases import in_backward
 from tracereader.figures.sizes import product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import ADDS, COPYING, LINEAR, MATMULS, SDPA_MATH
 from tracereader.trace.types import dtype_of
 
@@ -95,13 +96,10 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
 
 def cloned_inputs(step: Step) -> dict[str, list[Op]]:
     """Return the clones that ops work on in place, by the name of the op that preserves its input."""
-    found: dict[str, list[Op]] = {}
     clones = step.named("aten::clone".__eq__)
     cloning = {id(clone.parent): clone.parent.name for clone in clones if clone.parent is not None}
-    for op in step.named(set(cloning.values()).__contains__):
-        if id(op) in cloning and op.kind == "op" and (clone := _clone_of(op)):
-            found.setdefault(op.name, []).append(clone)
-    return found
+    ops = (op for op in step.named(set(cloning.values()).__contains__) if id(op) in cloning and op.kind == "op")
+    return grouped((op.name, clone) for op in ops if (clone := _clone_of(op)))
 
 
 def _clone_of(op: Op) -> Op | None:

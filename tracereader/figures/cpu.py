@@ -1,6 +1,6 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from operator import attrgetter
 
@@ -8,7 +8,7 @@ import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import OfInputs, by_inputs
-from tracereader.figures.steps import label_of, self_us, self_us_of
+from tracereader.figures.steps import label_of, self_ns, self_us
 from tracereader.trace import Op, Step, Trace
 from tracereader.trace.backends import shows_use
 from tracereader.trace.grouped import grouped
@@ -72,7 +72,7 @@ class Cpu:
     def keep(self) -> None:
         """Measure everything now, so that the trace can be freed."""
         if self._trace is not None:
-            for name in (*self.FIELDS, "without_gpu_work", "recorded_calls", "ops_and_launches", "recorded_us"):
+            for name in (*self.FIELDS, "recorded_calls", "ops_and_launches", "recorded_us"):
                 getattr(self, name)
             self.__dict__.pop("_reach_gpu", None)
             self._trace = self._step = self._layers = None
@@ -95,26 +95,7 @@ class Cpu:
 
     @cached_property
     def ops(self) -> dict[str, OpTimes]:
-        return self._times(self._calls("op"))
-
-    def ops_named(self, names: Iterable[str]) -> dict[str, OpTimes]:
-        """Return the ops with these names, which is faster than all of `ops`."""
-        if self._trace is None or "ops" in self.__dict__:
-            return {name: self.ops[name] for name in names if name in self.ops}
-        return self._times(self._calls("op", set(names)))
-
-    def self_us_of(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the self times (µs) of the ops with these names, which is faster still."""
-        if self._trace is None:
-            return {name: self.ops[name].self_us for name in names if name in self.ops}
-        nested = not self._trace.crosses
-        return {name: self_us_of(calls, nested) for name, calls in self._calls("op", set(names)).items()}
-
-    @cached_property
-    def without_gpu_work(self) -> list[str]:
-        """Return the names of the ops whose calls launch no GPU work, neither directly nor below them."""
-        names = dict.fromkeys([op.name for op in self._step.walk() if op.kind == "op"])
-        return [name for name in names if ("op", name) not in self._launching]
+        return self._times("op")
 
     @cached_property
     def recorded_calls(self) -> int:
@@ -129,13 +110,7 @@ class Cpu:
     @cached_property
     def recorded_us(self) -> float:
         """Return the sum of the self times (µs) of all ops and runtime calls."""
-        labels = self._step.labels
-        if self._trace.crosses:
-            return sum(self_us(op) for op in self._step.walk() if op.kind != "label")
-        outermost = [op for op in self._step.roots if op.kind != "label"]
-        outermost += [op for label in labels for op in label.children if op.kind != "label"]
-        inside = [label for label in labels if label.parent is not None and label.parent.kind != "label"]
-        return (sum(map(_dur, outermost)) - sum(map(_dur, inside))) / 1e3
+        return sum(self_ns(op) for op in self._step.walk() if op.kind != "label") / 1e3
 
     @cached_property
     def inputs(self) -> dict[str, dict[str, int]]:
@@ -160,7 +135,7 @@ class Cpu:
     @cached_property
     def runtime(self) -> dict[str, OpTimes]:
         """Return the calls of the CUDA runtime API, including synchronizations."""
-        return self._times(self._calls("runtime"))
+        return self._times("runtime")
 
     @cached_property
     def cpu_work(self) -> tuple[CpuWork, ...]:
@@ -188,20 +163,11 @@ class Cpu:
                 op = op.parent
         return found
 
-    @cached_property
-    def _launching(self) -> set[tuple[str, str]]:
-        """The kinds and names of these calls."""
-        return {(op.kind, op.name) for op in self._reach_gpu.values()}
-
-    def _calls(self, kind: str, names: Container[str] | None = None) -> dict[str, list[Op]]:
-        """Return the calls of one kind by name. names: only these; None for all."""
-        ops = self._step.walk() if names is None else self._step.named(names.__contains__)
-        return grouped((op.name, op) for op in ops if op.kind == kind)
-
-    def _times(self, calls: Mapping[str, list[Op]]) -> dict[str, OpTimes]:
-        """Return the times of calls that are given by name."""
-        launching, nested, found = self._launching, not self._trace.crosses, {}
-        for name, same in calls.items():
-            total_us, own_us = sum(map(_dur, same)) / 1e3, self_us_of(same, nested)
-            found[name] = OpTimes(len(same), total_us, own_us, (same[0].kind, name) in launching)
-        return found
+    def _times(self, kind: str) -> dict[str, OpTimes]:
+        """Return the times of all calls of one kind, by name."""
+        calls = grouped((op.name, op) for op in self._step.walk() if op.kind == kind)
+        launching = {op.name for op in self._reach_gpu.values() if op.kind == kind}
+        return {
+            name: OpTimes(len(same), sum(map(_dur, same)) / 1e3, sum(map(self_ns, same)) / 1e3, name in launching)
+            for name, same in calls.items()
+        }

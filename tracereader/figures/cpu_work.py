@@ -38,9 +38,8 @@ class CpuWork(msgspec.Struct, frozen=True):
     bytes_moved: int | None
     least_bytes: int | None  # of factors and result, or the bytes moved
     gb_s: float | None
-    roof: str | None  # compute or memory: the limit that it is closer to
-    of_roof: float | None  # the achieved share of that limit
-    best_us: float | None = None  # the time of a product at the best rates of the run
+    roof: str | None = None  # compute or memory: the limit that it is closer to
+    of_roof: float | None = None  # the achieved share of that limit
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
@@ -137,8 +136,6 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
         bytes_moved=moved,
         least_bytes=shape.elements * first.item if shape else moved,
         gb_s=moved / op.us / 1e3 if moved and op.dur else None,
-        roof=None,
-        of_roof=None,
     )
 
 
@@ -153,15 +150,9 @@ def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[Cpu
         known = _is_of(one.type, dtype) and not (one.attention and one.attention.causal is None)
         least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
         roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
-        if roof == "compute":
-            reliable = known and holds
-        elif roof == "memory":  # a higher rate than memory's comes out of a cache
+        reliable = roof == "compute" and known and holds
+        if roof == "memory":  # a higher rate than memory's comes out of a cache
             reliable = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
-        else:
-            reliable = False
-        if known and one.product:
-            best_us = max(one.flops / roofs.tflops / 1e6, one.least_bytes / roofs.gb_s / 1e3)
-            one = msgspec.structs.replace(one, best_us=best_us)
         yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if reliable else one
 
 

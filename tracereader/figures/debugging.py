@@ -44,16 +44,6 @@ def gradient_checks(step: Step) -> list[Op]:
 
 def blocking_launches(step: Step) -> list[Op]:
     """Return a step's calls that launch a kernel and wait for its end, if nearly all of them do; else none."""
-    found, others, most = [], 0, (1 - NEARLY_ALL) * len(step.work)
-    for one in step.work:
-        call = one.launch
-        if call is None or LAUNCHES not in call.name:
-            continue
-        if call.start <= one.start and one.end <= call.end:
-            found.append(call)
-        else:
-            others += 1
-            if others > most:
-                return []
-    total = len(found) + others
-    return found if total >= LEAST_LAUNCHES and len(found) >= NEARLY_ALL * total else []
+    launched = [one for one in step.work if one.launch is not None and LAUNCHES in one.launch.name]
+    found = [one.launch for one in launched if one.launch.start <= one.start and one.end <= one.launch.end]
+    return found if len(launched) >= LEAST_LAUNCHES and len(found) >= NEARLY_ALL * len(launched) else []

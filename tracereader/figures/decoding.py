@@ -4,17 +4,16 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, launch_args
-from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
+from tracereader.figures.hardware import common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
-from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import COPYING, SDPA
 from tracereader.trace.types import dtype_of
 
@@ -26,13 +25,10 @@ EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_d
 # Share of a step's time in which the GPU is busy. Below it the GPU waits for the CPU, however unevenly the steps begin.
 # In the H200's traces, compiled decoding keeps the GPU busy for 8%, eager for 12%, one graph per step for 89 to 99%.
 MUCH_BUSY = 0.5
-# The weight's share of a product's bytes. From this share on, reading the weight determines the product's time.
-MOSTLY_WEIGHT = 0.8
 # A step with fewer launches may lose more than it gains, because a graph needs its inputs copied to fixed addresses: on
 # the H200 reduce-overhead made a step of 2 slower (claim 19).
 MANY_LAUNCHES = 50
 COMPARED = 2  # steps whose shapes are compared with those of the first step; names are compared in all steps
-DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
 # For ops that take weights, the position of the input, and the positions of weight and bias, among the arguments.
 TAKES_WEIGHTS = {
     "aten::linear": (0, (1, 2)),
@@ -75,42 +71,33 @@ class Decoding(msgspec.Struct, frozen=True):
         return max(self.read_us, self.multiply_us or 0.0) if self.read_us else None
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """Some of a step's calls and the GPU work that they launch."""
+class LanguageModel(msgspec.Struct, frozen=True):
+    """The reads and repetitions of a language model's step, and work that it may not need.
 
-    calls: int
-    pieces: int
-    gpu_us: float
-    cpu_us: float
-
-
-class WeightReads(msgspec.Struct, frozen=True):
-    """Matrix products of `rows` rows (M) that mostly read their weights.
-
-    ridge_rows: the number of rows from which on arithmetic is the limit, by the data sheet; None for an unknown device.
+    decoding: None if the run did not store what a step reads. expanded: the number of copies that write keys and values
+    out for each query head that shares them, before attention. weight_casts: the number of casts of a layer's weight or
+    bias; needs recorded shapes. logits_kept: the number of rows kept of the last product's result, if not all of them
+    are; needs recorded shapes. same_in_all_steps: see same_in_all_steps().
     """
 
-    rows: int
-    products: int
-    bytes: int
-    us: float
-    ridge_rows: int | None
+    decoding: Decoding | None
+    expanded: int
+    weight_casts: int
+    logits_kept: int | None
+    same_in_all_steps: bool | None
 
 
-class Unneeded(msgspec.Struct, frozen=True):
-    """Work that a step may not need. A part is None if the step has none of it.
-
-    weight_casts: the casts that convert a layer's weight or bias; needs recorded shapes. expanded: keys and values that
-    are written out for each query head that shares them, before attention. key_heads: the number of key heads before
-    that, or as attention gets them; needs recorded shapes. logits_kept: the number of rows kept of the last product's
-    result, if not all of them are; needs recorded shapes.
-    """
-
-    casts: Asked | None
-    expanded: Asked | None
-    key_heads: int | None
-    weight_casts: Asked | None = None
-    logits_kept: int | None = None
+def language_model(
+    limits: Decoding | None, counted: Sequence[Step], step: Step, measured: Sequence[GpuWork]
+) -> LanguageModel:
+    """Return the figures of the reported step. counted: all measured steps. measured: the step's GPU work."""
+    return LanguageModel(
+        decoding=limits,
+        expanded=sum(len(work) for _, work in expanded(step)) or len(expanded_by_inductor(measured)),
+        weight_casts=sum(len(work) for _, work in weight_casts(step)),
+        logits_kept=_logits_kept(step, measured),
+        same_in_all_steps=same_in_all_steps(counted),
+    )
 
 
 def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Decoding | None:
@@ -141,34 +128,6 @@ def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Dec
         tflops=tflops,
         multiply_us=flops / tflops / 1e6 if tflops else None,
     )
-
-
-def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
-    """Return the matrix products that mostly read weights, by rows, the longest first. Needs recorded shapes."""
-    peaks = common_peaks(trace.devices)
-    asking = step.asking
-    # By the op, because split K is two kernels of one product.
-    launched = grouped((id(op), one) for op, one in zip(asking, measured, strict=True) if op is not None)
-    by_rows: dict[int, list[tuple[int, float, int]]] = {}
-    for same in launched.values():
-        products = [one for one in same if one.product and one.bytes_moved]
-        if len(products) != 1 or products[0].product.batch != 1:
-            continue
-        shape, moved = products[0].product, products[0].bytes_moved
-        if shape.k * shape.n >= MOSTLY_WEIGHT * shape.elements:
-            us = sum(one.us for one in same)
-            by_rows.setdefault(shape.m, []).append((moved, us, moved // shape.elements))
-    found = []
-    for rows, some in by_rows.items():
-        ridge = ridge_rows(peaks) if {item for *_, item in some} == {2} else None
-        found.append(WeightReads(rows, len(some), sum(one[0] for one in some), sum(one[1] for one in some), ridge))
-    return tuple(sorted(found, key=lambda one: -one.us))
-
-
-def ridge_rows(peaks: Peaks | None) -> int | None:
-    """Return the number of rows from which on arithmetic takes longer than reading a two-byte weight."""
-    # Each row takes one multiplication and one addition per weight: 2 FLOPs for its two bytes.
-    return math.ceil(peaks.bf16 * 1e3 / peaks.gb_s) if peaks else None
 
 
 def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
@@ -209,53 +168,6 @@ def _signature(step: Step) -> Counter[tuple]:
     return _by_stream(step, found)
 
 
-def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
-    """Return the casts of a step, and its keys and values that are expanded in memory."""
-    asking = step.asking
-    casts: dict[int, tuple[Op, list[Work]]] = {}
-    for one, launching in zip(step.work, asking, strict=True):
-        if launching is None or launching.name not in COPYING or one.kind != "kernel":
-            continue
-        if op := _cast(launching):
-            casts.setdefault(id(op), (op, []))[1].append(one)
-    copies, key_heads = _expanded(step)
-    of_weights = weight_casts(step)
-    some = casts or copies or of_weights
-    us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)} if some else {}
-    compiled = [] if copies else [measured[place].us for place in expanded_by_inductor(measured)]
-    return Unneeded(
-        casts=_asked(list(casts.values()), us),
-        expanded=_asked(copies, us) or (Asked(len(compiled), len(compiled), sum(compiled), 0.0) if compiled else None),
-        key_heads=key_heads,
-        weight_casts=_asked(of_weights, us),
-        logits_kept=_logits_kept(step, asking, measured),
-    )
-
-
-def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Asked | None:
-    if not calls:
-        return None
-    pieces = [one for _, work in calls for one in work]
-    return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
-
-
-def _cast(launching: Op) -> Op | None:
-    """Return the outermost aten::to whose cast this op launches."""
-    found, casts = None, False
-    for op in chain((launching,), islice(launching.above(), DEEPEST_CAST)):
-        if op.name == "aten::_to_copy":
-            casts = True
-        elif op.name == "aten::copy_":
-            types = op.inputs.types
-            if len(types) > 1 and types[0] == types[1]:
-                return None  # the copy changes the layout or the device, not the type
-        elif op.name == "aten::to" and casts:
-            found = op
-        else:
-            break
-    return found
-
-
 def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
     """Return the ops of a step that cast a layer's weight or bias to another type, with the work that each launches."""
     found, pending = [], []
@@ -288,9 +200,10 @@ def _cast_below(op: Op) -> list[Work]:
     return [one for one in _copies(op) if one.kind == "kernel"]
 
 
-def _logits_kept(step: Step, asking: Sequence[Op | None], measured: Sequence[GpuWork]) -> int | None:
+def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
     """Return the number of rows kept of the last product's result, if nothing but a cast reads all of them."""
-    products = [(op, one.product) for op, one in zip(asking, measured, strict=True) if one.product and op is not None]
+    asked = zip(step.asking, measured, strict=True)
+    products = [(op, one.product) for op, one in asked if one.product and op is not None]
     if not products:
         return None
     last, shape = products[-1]
@@ -311,31 +224,25 @@ def _logits_kept(step: Step, asking: Sequence[Op | None], measured: Sequence[Gpu
 
 def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
     """Return the ops of a step that write keys and values out for each query head, with the copies that each makes."""
-    return _expanded(step)[0]
-
-
-def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
-    """Return the pairs of copies of expanded tensors right before attention, and the heads that the tensors had."""
-    found, heads = [], None
+    found = []
     for siblings in _around_attention(step):
-        pending: list[tuple[Op, list[Work], Op]] = []
+        pending: list[tuple[Op, list[Work]]] = []
         expand = None
         for op in siblings:
             name = op.name
             if name == "aten::expand":
                 expand = op
             elif expand is not None:
-                if name in WRITES_OUT and (copies := _copies(op)) and _adds_a_dimension(expand):
-                    pending.append((op, copies, expand))
+                dims = expand.inputs.dims_at(0)
+                # [batch, heads, 1, keys, size], as far as shapes were recorded.
+                shares = dims is None or (len(dims) == 5 and dims[2] == 1)
+                if name in WRITES_OUT and shares and (copies := _copies(op)):
+                    pending.append((op, copies))
                 expand = None
             if name in ATTENDS:
-                if len(pending) == 2:
-                    found += [(copy, work) for copy, work, _ in pending]
-                    heads = heads or _second(pending[0][2])
-                elif name == SDPA:
-                    heads = heads or _second(op, 1)
+                found += pending if len(pending) == 2 else []
                 pending = []
-    return found, heads
+    return found
 
 
 def _around_attention(step: Step) -> Iterator[Sequence[Op]]:
@@ -355,17 +262,6 @@ def _copies(op: Op) -> list[Work]:
     for _ in range(3):
         below = [child for one in below for child in one.children]
     return [work for one in below for work in one.work if one.kind == "runtime"]
-
-
-def _adds_a_dimension(expand: Op) -> bool:
-    """Return whether the op expands [batch, heads, 1, keys, size]. True without recorded shapes."""
-    dims = expand.inputs.dims_at(0)
-    return dims is None or (len(dims) == 5 and dims[2] == 1)
-
-
-def _second(op: Op, which: int = 0) -> int | None:
-    dims = op.inputs.dims_at(which)
-    return dims[1] if dims and len(dims) > 3 else None
 
 
 def expanded_by_inductor(measured: Sequence[GpuWork]) -> list[int]:

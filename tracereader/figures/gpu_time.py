@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.steps import graph_spans, ops_recorded, spanned
+from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
@@ -76,26 +76,25 @@ class Parts(msgspec.Struct, frozen=True):
     by_family: dict[str, Intervals] = {}
     elsewhere: Intervals = []
 
-    def between(self, start: int, end: int) -> GpuTime:
-        """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""
-        parts = (
-            self.exposed_communication, self.exposed_copy, self.not_launched, self.launched, self.unknown,
-            self.elsewhere,
-        )  # fmt: skip
-        communication, copy, *idle = (length_between(one, start, end) for one in parts)
-        by_family = Counter({family: length_between(some, start, end) for family, some in self.by_family.items()})
+    def within(self, windows: Intervals) -> GpuTime:
+        """Return the GPU's time in some intervals (ns) of the window, in sum. by_family has to cover compute."""
+
+        def ns(part: Intervals) -> int:
+            return sum(length_between(part, *window) for window in windows)
+
+        busy = {"exposed_communication_us": ns(self.exposed_communication), "exposed_copy_us": ns(self.exposed_copy)}
+        idle = {
+            "idle_not_launched_us": ns(self.not_launched), "idle_launched_us": ns(self.launched),
+            "idle_unknown_us": ns(self.unknown), "idle_elsewhere_us": ns(self.elsewhere),
+        }  # fmt: skip
+        by_family = Counter({family: ns(some) for family, some in self.by_family.items()})
         compute = by_family.total()
         return GpuTime(
-            busy_us=(compute + communication + copy) / 1e3,
+            busy_us=(compute + sum(busy.values())) / 1e3,
             compute_us=compute / 1e3,
-            compute_by_family={family: ns / 1e3 for family, ns in by_family.most_common() if ns},
-            exposed_communication_us=communication / 1e3,
-            exposed_copy_us=copy / 1e3,
-            idle_us=sum(idle) / 1e3,
-            idle_not_launched_us=idle[0] / 1e3,
-            idle_launched_us=idle[1] / 1e3,
-            idle_unknown_us=idle[2] / 1e3,
-            idle_elsewhere_us=idle[3] / 1e3,
+            compute_by_family={family: us / 1e3 for family, us in by_family.most_common() if us},
+            idle_us=sum(idle.values()) / 1e3,
+            **{name: us / 1e3 for name, us in (busy | idle).items()},
         )
 
 
@@ -144,22 +143,7 @@ def busiest(parts: Sequence[Parts]) -> Parts | None:
 
 def gpu_time(parts: Sequence[Parts], windows: Intervals) -> GpuTime | None:
     """Return the busiest device's time in some intervals (ns) of the parts' window, in sum; None without parts."""
-    return max((_summed(one, windows) for one in parts), key=lambda one: one.busy_us, default=None)
-
-
-def _summed(parts: Parts, windows: Intervals) -> GpuTime:
-    if len(windows) == 1:
-        return parts.between(*windows[0])
-    found = [parts.between(start, end) for start, end in windows] or [parts.between(0, 0)]
-    families = sum((Counter(one.compute_by_family) for one in found), Counter())
-    return GpuTime(
-        **{
-            name: sum(getattr(one, name) for one in found)
-            for name in GpuTime.__struct_fields__
-            if name != "compute_by_family"
-        },
-        compute_by_family=dict(families.most_common()),
-    )
+    return max((one.within(windows) for one in parts), key=lambda one: one.busy_us, default=None)
 
 
 def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:
@@ -232,25 +216,17 @@ def launched_by(following: Work, left: int, right: int) -> int:
 
 def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
     """Return the summed GPU time between two stamps (ns) by family of kernel, the largest first."""
-    times, pieces = defaultdict(int), defaultdict(int)
+    by_family = defaultdict(list)
     for one in work:
         begin, stop = one.start, one.start + one.dur
         if begin < end and stop > start:
-            family = says(one).family
-            times[family] += (stop if stop < end else end) - (begin if begin > start else start)
-            pieces[family] += 1
+            by_family[says(one).family].append((stop if stop < end else end) - (begin if begin > start else start))
+    times = {family: sum(some) for family, some in by_family.items()}
     total = sum(times.values())
     return tuple(
-        FamilyTime(family, ns / 1e3, ns / total if total else 0.0, pieces[family])
+        FamilyTime(family, ns / 1e3, ns / total if total else 0.0, len(by_family[family]))
         for family, ns in sorted(times.items(), key=lambda item: -item[1])
     )
-
-
-def idle_in_graphs_us(step: Step) -> float:
-    """Return the time (µs) without work between the first and the last activity of each launch of a CUDA graph."""
-    spans = graph_spans(step)
-    busy = Lengths(union((one.start, one.start + one.dur) for one in step.work)) if spans else None
-    return sum(end - start - busy.between(start, end) for start, end in spans) / 1e3
 
 
 def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:
@@ -278,24 +254,19 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     else:
         reached = max(before + [step.start] * (not number), default=step.start)
     near = trace.steps[max(0, number - 1) : next_one + 1]
-    return _idle_between(trace, near, step, reached, trace.work[len(before) : _until(trace.work, end)])
+    until = bisect.bisect_right(trace.work, end, key=_start)
+    return _idle_between(trace, near, step, reached, trace.work[len(before) : until])
 
 
 def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     """Return the same for steps of two kinds: the mean of all steps, from the start of the first one."""
     steps, count = trace.steps, len(trace.steps)
     working = next(step for step in steps if step.work)
-    last = max(one.start for step in steps for one in step.work)
+    until = bisect.bisect_right(trace.work, max(one.start for step in steps for one in step.work), key=_start)
     before = bisect.bisect_left(trace.work, steps[0].start, key=_start)
-    reached = max([one.start + one.dur for one in trace.work[:before]], default=steps[0].start)
-    found = _idle_between(
-        trace, steps, working, max(reached, steps[0].start), trace.work[before : _until(trace.work, last)]
-    )
+    reached = max([steps[0].start, *(one.start + one.dur for one in trace.work[:before])])
+    found = _idle_between(trace, steps, working, reached, trace.work[before:until])
     return tuple({name: us / count for name, us in some.items()} for some in found)
-
-
-def _until(work: Sequence[Work], time: int) -> int:
-    return bisect.bisect_right(work, time, key=_start)
 
 
 def _idle_between(

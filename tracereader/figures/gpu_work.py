@@ -137,46 +137,26 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
             device = trace.device_properties.get(one.device, {})
             grid, block = (None if some is None else list(some) for some in (launch.grid, launch.block))
             occupied = occupancy(device, launch.registers, launch.shared, block, launch.reported)
-            alike[key] = _sizes(one, op, launch, says, alone, peaks, facts), grid, block, occupied
-        sizes, grid, block, occupied = alike[key]
-        shape = sizes.shape
-        tflops, gb_s, roof, of_roof = _rates(sizes, one.dur)
-        us = mean_us = low_us = high_us = one.dur / 1e3
-        if len(same) > 1:
-            times = [each.dur / 1e3 for each in same]
-            us, mean_us, low_us, high_us = median(times), fmean(times), min(times), max(times)
+            footprint = launch.registers, launch.shared, grid, block, occupied
+            alike[key] = _sizes(one, op, launch, says, alone, peaks, facts), footprint
+        sizes, footprint = alike[key]
+        shape, times = sizes.shape, [each.dur / 1e3 for each in same]
         # By position, because keywords take several times as long.
         found.append(
             GpuWork(
                 one.name,
                 one.kind,
                 _asking(one, op),
-                us,
-                mean_us,
-                low_us,
-                high_us,
+                *(of(times) for of in (median, fmean, min, max)),
                 len(same),
                 not overlapping or overlapping.isdisjoint(map(id, same)),
                 "" if call is None else call.name,
                 None if call is None else (one.start - call.start) / 1e3,
                 queries.get(id(call), 0) if queries else 0,
-                says.family,
-                says.maker,
-                says.parts,
-                shape if isinstance(shape, Product) else None,
-                shape if isinstance(shape, Attention) else None,
-                shape if isinstance(shape, Convolution) else None,
-                sizes.flops,
-                tflops,
-                sizes.moved,
-                gb_s,
-                roof,
-                of_roof,
-                launch.registers,
-                launch.shared,
-                grid,
-                block,
-                occupied,
+                *msgspec.structs.astuple(says),
+                *(shape if isinstance(shape, kind) else None for kind in (Product, Attention, Convolution)),
+                *_rates(sizes, one.dur),
+                *footprint,
                 layers.get(id(one)) if layers else None,
             )
         )
@@ -228,15 +208,17 @@ def _sizes(
     return _Sizes(shape, shape.flops if shape else None, moved, compared)
 
 
-def _rates(sizes: _Sizes, ns: int) -> tuple[float | None, float | None, str | None, float | None]:
-    """Return TFLOP/s and GB/s of an activity that takes this time, the peak that it is closer to, and its share."""
+def _rates(
+    sizes: _Sizes, ns: int
+) -> tuple[int | None, float | None, int | None, float | None, str | None, float | None]:
+    """Return the FLOPs, TFLOP/s, bytes and GB/s of an activity of this time, the peak that is closer, and its share."""
     us, flops, moved = ns / 1e3, sizes.flops, sizes.moved
     tflops, gb_s = flops / us * 1e-6 if flops and us else None, moved / us * 1e-3 if moved and us else None
     met = roof_met(tflops, gb_s, *sizes.peaks) if sizes.peaks else None
     if met is None:
-        return tflops, gb_s, None, None
+        return flops, tflops, moved, gb_s, None, None
     # A rate above the device's peak means less data, or data in a cache. No rate is reported then.
-    return (None, None, None, None) if met[1] > 1 else (tflops, gb_s, *met)
+    return (flops, None, moved, None, None, None) if met[1] > 1 else (flops, tflops, moved, gb_s, *met)
 
 
 def _overlapping(work: Sequence[Work]) -> set[int]:
@@ -276,22 +258,21 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
         by_family[name][family] += sum(durations)
         by_op[name][op] += sum(durations)
     total = sum(map(sum, times.values()))
-    found = []
-    for name, durations in times.items():
-        found.append(
-            KernelTimes(
-                name=name,
-                family=by_family[name].most_common(1)[0][0],
-                asked_by=mostly(by_op[name]),
-                count=len(durations),
-                total_us=sum(durations) / 1e3,
-                share=sum(durations) / total if total else 0.0,
-                median_us=median(durations) / 1e3,
-                mean_us=fmean(durations) / 1e3,
-                low_us=min(durations) / 1e3,
-                high_us=max(durations) / 1e3,
-            )
+    found = (
+        KernelTimes(
+            name=name,
+            family=by_family[name].most_common(1)[0][0],
+            asked_by=mostly(by_op[name]),
+            count=len(durations),
+            total_us=sum(durations) / 1e3,
+            share=sum(durations) / total if total else 0.0,
+            median_us=median(durations) / 1e3,
+            mean_us=fmean(durations) / 1e3,
+            low_us=min(durations) / 1e3,
+            high_us=max(durations) / 1e3,
         )
+        for name, durations in times.items()
+    )
     return tuple(sorted(found, key=lambda one: -one.total_us))
 
 

@@ -1,6 +1,7 @@
 """The types and sizes of the input tensors of a step's ops, as torch recorded them."""
 
 from collections import Counter
+from functools import lru_cache
 from itertools import groupby
 
 import msgspec
@@ -8,7 +9,7 @@ import msgspec
 from tracereader.figures.moved import INPUTS
 from tracereader.figures.steps import self_us
 from tracereader.trace import Step
-from tracereader.trace.types import Inputs, Tensor, dtype_of
+from tracereader.trace.types import Inputs, dtype_of
 
 # The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
 # the op writes.
@@ -37,26 +38,19 @@ def by_inputs(step: Step) -> list[OfInputs]:
         while op is not None and op.kind != "op":
             op = op.parent
         launched[id(op)] += one.dur
-    found, words = {}, {}  # most ops of a step repeat the inputs of another one
+    found = {}
     for op in step.walk():
-        key = op.name, op.inputs
-        if op.kind == "op" and key not in words:
-            words[key] = _words(*key)
-        if op.kind == "op" and words[key]:
-            row = found.setdefault((op.name, words[key]), OfInputs(op.name, words[key]))
+        if op.kind == "op" and (words := _words(op.name, op.inputs)):
+            row = found.setdefault((op.name, words), OfInputs(op.name, words))
             row.calls += 1
             row.self_us += self_us(op)
             row.gpu_us += launched[id(op)] / 1e3
     return list(found.values())
 
 
+@lru_cache(4096)  # most ops of a step repeat the inputs of another one
 def _words(op: str, inputs: Inputs) -> str:
     """Return the description of the tensors that an op reads, for example "fp32 [8, 64] [64, 64]"."""
     read = [one for one in inputs.tensors[: READ.get(op)] if one.type]
-    by_type = groupby(read, key=_type)
+    by_type = groupby(read, key=lambda one: getattr(dtype_of(one.type), "name", one.type))
     return ", ".join(f"{name} {' '.join(str(one.shape) for one in some)}" for name, some in by_type)
-
-
-def _type(tensor: Tensor) -> str:
-    dtype = dtype_of(tensor.type)
-    return dtype.name if dtype else tensor.type

@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 import msgspec
 
@@ -25,9 +25,7 @@ class PhaseTimes(msgspec.Struct, frozen=True):
     working_us: float
     waiting_per_block_us: float
     working_per_block_us: float
-    mean_wait_us: float | None
     median_wait_us: float | None
-    mean_work_us: float | None
     median_work_us: float | None
 
 
@@ -96,8 +94,6 @@ def _times(name: str, slices: Sequence[Phase], lanes: int) -> PhaseTimes:
         working_us=sum(works),
         waiting_per_block_us=sum(waits) / lanes,
         working_per_block_us=sum(works) / lanes,
-        mean_wait_us=fmean(waits) if waits else None,
         median_wait_us=median(waits) if waits else None,
-        mean_work_us=fmean(works) if works else None,
         median_work_us=median(works) if works else None,
     )

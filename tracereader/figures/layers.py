@@ -1,5 +1,7 @@
 """A model's layer names of its matrix products, if the run stored them in the trace."""
 
+from collections import Counter
+
 from tracereader.trace import Op, Step, Trace, asking_ops
 from tracereader.trace.families import says
 from tracereader.trace.labels import HOLDS_MANY_LAYERS
@@ -25,10 +27,7 @@ def layer_names(trace: Trace, step: Step) -> dict[int, str]:
         ops = [op for op in step.walk() if op.name in MATMULS]
     if len(ops) != len(names):
         return {}
-    holds: dict[int, int] = {}  # the number of products inside an op, by the op's id
-    for op in ops:
-        for one in _with_above(op):
-            holds[id(one)] = holds.get(id(one), 0) + 1
+    holds = Counter(id(one) for op in ops for one in _with_above(op))  # the number of products inside an op
     for op, name in zip(ops, names, strict=True):
         outermost = None
         for one in _with_above(op):

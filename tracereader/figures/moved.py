@@ -14,6 +14,12 @@ from tracereader.trace.op_names import FILLS
 from tracereader.trace.types import BYTES_BY_CODE, Inputs, Tensor, dtype_of, is_shape
 
 FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
+
+
+def _aten(names: str) -> tuple[str, ...]:
+    return tuple(f"aten::{name}" for name in names.split())
+
+
 # Pointwise ops by the number of leading arguments that may be tensors to read; a tensor after those is out=.
 _OPERANDS = (
     (1, "abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh "
@@ -27,33 +33,21 @@ _OPERANDS = (
         "native_dropout_backward"),
     (3, "where masked_fill addcmul addcdiv lerp clamp"),
 )  # fmt: skip
-OPERANDS = {f"aten::{name}": number for number, names in _OPERANDS for name in names.split()}
+OPERANDS = {name: number for number, names in _OPERANDS for name in _aten(names)}
 OPERANDS |= {"LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2}
 # Ops that are measured on a CPU, where ops of one name call each other. Two runs are compared by their inputs.
-INPUTS = {
-    name: OPERANDS[name]
-    for name in (
-        "aten::add", "aten::sub", "aten::mul", "aten::div", "aten::gelu", "aten::silu", "aten::relu", "aten::sigmoid",
-        "aten::tanh", "aten::exp", "aten::rsqrt", "aten::neg", "LigerGELUMulFunction", "LigerSiLUMulFunction",
-    )
-}  # fmt: skip
+_ON_CPU = _aten("add sub mul div gelu silu relu sigmoid tanh exp rsqrt neg")
+INPUTS = {name: OPERANDS[name] for name in (*_ON_CPU, "LigerGELUMulFunction", "LigerSiLUMulFunction")}
 # Ops with a boolean result, which takes one byte per element.
-BOOLEAN_RESULT = frozenset(
-    f"aten::{name}"
-    for name in (
-        "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf",
-        "isfinite", "isneginf", "isposinf",
-    )
-)  # fmt: skip
+BOOLEAN_RESULT = _aten(
+    "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite isneginf isposinf"
+)
 # Integer inputs give these ops an integer result. The result of other ops also depends on arguments that are not
 # tensors.
-KEEP_INTEGERS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "abs", "neg", "relu", "sign", "square", "add", "sub", "rsub", "mul", "maximum", "minimum", "where",
-        "masked_fill", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
-    )
-)  # fmt: skip
+KEEP_INTEGERS = _aten(
+    "abs neg relu sign square add sub rsub mul maximum minimum where masked_fill bitwise_not bitwise_and bitwise_or "
+    "bitwise_xor"
+)
 # Reductions: the positions of the dimensions and of the result's dtype among their arguments.
 REDUCES = {
     "aten::sum": (1, 3), "aten::mean": (1, 3), "aten::amax": (1, None), "aten::amin": (1, None), "aten::all": (1, None),

@@ -1,6 +1,5 @@
 """The time from one step's start to the next one's, and the steps that are measured."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -8,6 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 from tracereader.trace import Step, Trace, Work
+from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, length_between, union
 from tracereader.trace.quality import usual_amount
 from tracereader.trace.waits import OF_THE_DEVICE
@@ -59,16 +59,8 @@ def pace(starts: Sequence[int], end: int, mixed: bool = False) -> float:
     return median(with_a_middle([*(after - before for before, after in pairwise(starts)), end - starts[-1]]))
 
 
-def recorded_step_us(trace: Trace, usual: Step) -> float:
-    """Return the step's time (µs) while it was recorded: on the CPU or on the GPU, whichever is longer.
-
-    Without GPU work it is the typical step's CPU time. usual: the typical step.
-    """
-    return max(lanes_us(trace, usual).values())
-
-
 def lanes_us(trace: Trace, usual: Step) -> dict[str, float]:
-    """Return the step's time (µs) while it was recorded, by lane.
+    """Return the step's time (µs) while it was recorded, by lane. The longer one is the step's time.
 
     The GPU's time is that of the busiest stream over all steps. Without GPU work there is only the CPU's lane, with the
     typical step's time. usual: the typical step. What does not belong to a step does not count: the first step's wait
@@ -130,10 +122,7 @@ def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
     everything = [step.work for step in steps]
     if len({one.track for work in everything for one in work}) <= 1:
         return everything
-    busy: dict[tuple, int] = defaultdict(int)
-    for step in steps:
-        for one in step.work:
-            busy[one.track] += one.dur
+    busy = totals((one.track, one.dur) for work in everything for one in work)
     busiest = max(busy, key=busy.__getitem__)
     found = [[one for one in step.work if one.track == busiest] for step in steps]
     return found if all(found) else everything

@@ -4,10 +4,11 @@ Autograd's events tell, for programs that do not annotate these parts.
 """
 
 import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import TypeVar
 
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
@@ -58,11 +59,8 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     cpu = {name: length(some) / 1e3 for name, some in spans.items() if some}
     covered = union(span for some in spans.values() for span in some)
     cpu[OUTSIDE_PHASES] = step.us - length(covered) / 1e3
-    gpu, pieces = Counter(), Counter()
-    for one, name in zip(step.work, _launched_in(step, spans), strict=True):
-        gpu[name] += one.dur
-        pieces[name] += 1
-    return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())
+    gpu = grouped((name, one.dur) for one, name in zip(step.work, _launched_in(step, spans), strict=True))
+    return tuple(Place(name, us, sum(gpu[name]) / 1e3, len(gpu[name])) for name, us in cpu.items())
 
 
 @kept_by_step
@@ -167,15 +165,9 @@ def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
     marks += [(op.start, op.end, FORWARD) for op in _forward(trace, step, backward)]
     # Python between two ops of one phase belongs to the phase, so a phase lasts until another one begins.
     runs: dict[str, list[tuple[int, int]]] = {name: [] for name in (LOADING, FORWARD, BACKWARD, OPTIMIZER)}
-    at, start, reached = None, 0, 0
-    for begin, stop, name in sorted(marks):
-        if name != at:
-            if at is not None:
-                runs[at].append((start, reached))
-            at, start, reached = name, begin, stop
-        reached = max(reached, stop)
-    if at is not None:
-        runs[at].append((start, reached))
+    for name, some in groupby(sorted(marks), key=itemgetter(2)):
+        starts, ends, _ = zip(*some, strict=True)
+        runs[name].append((starts[0], max(ends)))
     # An optimizer's closure contains a forward and a backward, and a forward may wait for the loader.
     found, taken = {}, []
     for name in (BACKWARD, LOADING, FORWARD, OPTIMIZER):

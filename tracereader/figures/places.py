@@ -2,7 +2,7 @@
 
 import bisect
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -10,6 +10,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.trace import MODULE, Op, Step, Trace, Work, innermost, outermost
+from tracereader.trace.grouped import totals
 from tracereader.trace.labels import is_phase
 
 _start = attrgetter("start")
@@ -41,17 +42,14 @@ def by_label(step: Step) -> tuple[Place, ...]:
     annotated = {id(one): name for one in step.work if (name := one.annotation)} if replays else {}
     if len({label.name for label in labels} | set(annotated.values())) < 2:
         return ()
-    cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)
-    for label in labels:
-        cpu[label.name] += label.dur
+    cpu, gpu = totals((label.name, label.dur) for label in labels), defaultdict(list)
     for one in step.work:
         index = bisect.bisect_right(labels, one.launch.start, key=_start) - 1 if one.launch else -1
         inside = index >= 0 and one.launch.start < labels[index].end
         name = annotated.get(id(one)) or (labels[index].name if inside else OUTSIDE_PHASES)
-        gpu[name] += one.dur
-        pieces[name] += 1
-    names = dict.fromkeys([*cpu, *gpu])
-    return tuple(Place(name, cpu[name] / 1e3 if name in cpu else None, gpu[name] / 1e3, pieces[name]) for name in names)
+        gpu[name].append(one.dur)
+    us = {name: cpu[name] / 1e3 if name in cpu else None for name in [*cpu, *gpu]}
+    return tuple(Place(name, us[name], sum(gpu[name]) / 1e3, len(gpu[name])) for name in us)
 
 
 def phases(step: Step) -> list[Op]:
@@ -124,10 +122,8 @@ def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int
 
 def _places(step: Step, some: Iterable[tuple[str, int, int]]) -> tuple[Place, ...]:
     """Return the places, the largest first, by the name, the time (ns) and the activities of their parts."""
-    time, pieces = Counter(), Counter()
-    for name, ns, count in some:
-        time[name] += ns
-        pieces[name] += count
+    some = list(some)
+    time, pieces = totals((name, ns) for name, ns, _ in some), totals((name, count) for name, _, count in some)
     if step.work:
         return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in time.most_common())
     return tuple(Place(name, ns / 1e3, 0.0, pieces[name]) for name, ns in time.most_common())
@@ -153,15 +149,14 @@ def _in_modules(trace: Trace, step: Step) -> list[tuple[list[str], bool, int, in
     if not (trace.modules or captured):
         return []
     around: dict[tuple[int, bool], list[str]] = {}
-    time, pieces = defaultdict(int), defaultdict(int)
+    times = defaultdict(list)
     for shown, call, dur in _asked_for(trace, step):
         modules, backward = _modules_around(shown, call)
         key = (id(modules[-1]) if modules else 0, backward)
         if key not in around:
             around[key] = [module.name.removeprefix(MODULE) for module in modules]
-        time[key] += dur
-        pieces[key] += 1
-    return [(names, key[1], time[key], pieces[key]) for key, names in around.items()]
+        times[key].append(dur)
+    return [(names, key[1], sum(times[key]), len(times[key])) for key, names in around.items()]
 
 
 def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:

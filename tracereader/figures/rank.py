@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tracereader.figures.gpu_time import Parts, busiest, is_communication, launched_by, parts_by_device
+from tracereader.figures.gpu_time import Parts, busiest, is_communication, parts_by_device
 from tracereader.figures.pace import PAUSE_US, window
 from tracereader.figures.places import phases
 from tracereader.figures.regime import Regime, regime_of
@@ -22,7 +22,7 @@ from tracereader.figures.steps import launches, typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, both, clipped, length, minus, union
+from tracereader.trace.intervals import Intervals, Lengths, both, clipped, joined, minus, union
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import Inputs, dtype_of
 
@@ -159,7 +159,6 @@ class RankTrace(msgspec.Struct, frozen=True):
     calls: tuple[Call, ...]
     parts: tuple[Part, ...]  # in collectives, in the order of their starts
     exposed: tuple[int, ...]  # intervals of exposed communication: start, end, start, end and so on
-    late_us: float  # the part of the exposed communication before the next kernel's launch
     hidden: int  # collectives that overlap with compute for at least half of their time
     unnamed: int  # communication kernels of the steps that the trace does not describe
     unprofiled_step_us: float | None  # a step's time without the profiler, if the run measured it
@@ -193,7 +192,6 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     described = sorted((one for one in done if one is not None), key=_start)
     of_call = list(calls.found)
     named = [one for one in described if of_call[one.call].pair is None]
-    late = _late(parts.exposed_communication, steps) if on_gpu else []
     exposed = [(zero + left, zero + right) for left, right in parts.exposed_communication]
     used = dict.fromkeys(trace.devices)
     return RankTrace(
@@ -212,7 +210,6 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         calls=tuple(of_call),
         parts=tuple(named),
         exposed=tuple(edge for one in exposed for edge in one),
-        late_us=length(late) / 1e3,
         hidden=hidden(named, exposed),
         unnamed=len(done) - len(described),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
@@ -358,20 +355,6 @@ def summed(name: str, some: Sequence[Times]) -> Times:
     """Return the sum of some times, under this name."""
     fields = Times.__struct_fields__[1:]
     return Times(name, **{field: sum(getattr(one, field) for one in some) for field in fields})
-
-
-def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
-    """Return the exposed communication that lies before the return of the next compute kernel's launch call."""
-    kernels = (one for step in steps for one in step.work if one.kind == "kernel" and one.launch)
-    computing = sorted((one for one in kernels if not is_communication(one)), key=_start)
-    starts = [one.start for one in computing]
-    found = []
-    for left, right in exposed:
-        following = bisect.bisect_left(starts, right)
-        launched = launched_by(computing[following], left, right) if following < len(computing) else left
-        if launched > left:
-            found.append((left, launched))
-    return found
 
 
 class Calls:
@@ -625,13 +608,8 @@ def _lane(
     if not chosen:
         return None
     step, start, end = chosen[0]
-    pieces = []
+    pieces, narrow = [], (end - start) // 200  # a gap that is narrower than a column of the drawing
     for name, left, right in _stretches(step, start, end, device):
-        merged: list[list[int]] = []
-        for begin, stop in clipped(compute, left, right):
-            if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than a column of the drawing
-                merged[-1][1] = stop
-            else:
-                merged.append([begin, stop])
-        pieces += [(zero + begin, zero + stop, name) for begin, stop in merged]
+        merged = joined((begin, stop + narrow) for begin, stop in clipped(compute, left, right))
+        pieces += [(zero + begin, zero + stop - narrow, name) for begin, stop in merged]
     return Lane(step.name, tuple(pieces))

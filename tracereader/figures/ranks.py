@@ -11,7 +11,7 @@ import msgspec
 
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, hidden, summed
 from tracereader.figures.regime import Regime
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, Lengths, both, length, minus, union
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
@@ -57,17 +57,13 @@ class RankFigures(msgspec.Struct, frozen=True):
     waited_for_others_us: the sum of the waits in matched collectives. A wait lasts from this rank's start to that
     of the last rank to arrive.
     waiting_us: the same, but waits that overlap are counted once.
-    waiting_in_steps_us: waiting_us of the collectives that each step launched, in the order of `steps`.
     waited_exposed_us: the exposed part of the waits. together_exposed_us: the exposed time after the last rank arrived.
     exposed_in_last_us: the exposed time in the last collective of each step, without the wait.
-    late_us: the part of the exposed communication before the launch of the next kernel.
     hidden: the number of collectives that overlap with compute for at least half of their time.
     others_waited_us: the sum of the other ranks' waits in collectives in which this rank was last.
     kernels: the number of kernels in the steps, without communication.
     launches: the number of calls in the steps that launch GPU work.
     between_launches_us: the CPU's mean time from a launch to the next one, without pauses; None without launches.
-
-    A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
     """
 
     rank: int
@@ -76,11 +72,9 @@ class RankFigures(msgspec.Struct, frozen=True):
     total: Times
     waited_for_others_us: float
     waiting_us: float
-    waiting_in_steps_us: tuple[float, ...]
     waited_exposed_us: float
     together_exposed_us: float
     exposed_in_last_us: float
-    late_us: float
     collectives: int
     hidden: int
     arrived_last: int
@@ -322,10 +316,7 @@ def _with_a_common_step(
 
 
 def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
-    """Return a rank with only these of its steps, so that all figures are of steps that all ranks have.
-
-    late_us cannot be divided among the steps and is dropped. The kernels are divided equally.
-    """
+    """Return a rank with only these of its steps, which all ranks have. Its kernels are divided equally."""
     steps = tuple(step for step in one.steps if step.name in names)
     if len(steps) == len(one.steps):
         return one
@@ -338,7 +329,6 @@ def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
         steps=steps,
         parts=parts,
         messages=messages,
-        late_us=0.0,
         hidden=hidden(parts, _exposed(one)),
         kernels=one.kernels * len(steps) // len(one.steps),
     )
@@ -679,7 +669,6 @@ def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
         **{name: getattr(one, name) for name in KEPT},
         waited_for_others_us=sum(map(length, by_step.values())) / 1e3,
         waiting_us=length(waiting) / 1e3,
-        waiting_in_steps_us=tuple(length(union(by_step[step.name])) / 1e3 for step in one.steps),
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
         together_exposed_us=length(both(minus(mine, waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,
@@ -718,9 +707,7 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
     of_group = (((one.group.description, one.ranks, one.group.size), it) for one, it in zip(met, matched, strict=True))
     found = []
     for key, some in grouped(of_group).items():
-        waited: dict[int, float] = defaultdict(float)
-        for one in some:
-            waited[one.last] += sum(one.waits_us)
+        waited = totals((one.last, sum(one.waits_us)) for one in some)
         last = max(waited, key=waited.get)
         of_rank = [sum(each) for each in zip(*(one.waits_us for one in some), strict=True)]
         found.append(

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from tracereader.figures.rank import NotRead, RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
 from tracereader.trace.document import KINDS, address_of, json_of, opened, path_of, size_of
+from tracereader.trace.grouped import grouped
 from tracereader.trace.tree import WORK
 
 HEAD = 1 << 18  # bytes that contain distributedInfo, because the profiler writes it before the events
@@ -84,11 +84,8 @@ def are_ranks(paths: Sequence[Path]) -> bool:
     One file in four may be without a rank, of another world size, or a second one of a rank. It is left out later.
     """
     told = [one for one in _of_each(head, paths) if not one.broken]
-    ranks: dict[int, set[int]] = defaultdict(set)
-    for one in told:
-        if one.rank is not None:
-            ranks[one.world_size].add(one.rank)
-    most = max(map(len, ranks.values()), default=0)
+    ranks = grouped((one.world_size, one.rank) for one in told if one.rank is not None)
+    most = max((len(set(some)) for some in ranks.values()), default=0)
     return most > 1 and most >= ORDERLY * len(told)
 
 

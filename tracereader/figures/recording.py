@@ -1,11 +1,12 @@
 """What a recording lacks, and what in it is the profiler's or otherwise not the steps' own: see trace/quality.py."""
 
-from collections import Counter
+from statistics import median_high
 
 import msgspec
 
 from tracereader.figures.pace import cold_spans
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import length
 from tracereader.trace.slices import Records
 from tracereader.trace.waits import OF_THE_DEVICE
@@ -59,10 +60,8 @@ def _cold_us(trace: Trace, usual: Step) -> dict[str, float]:
     """Return the typical step's cold time by kind, the longest first; the sum may exceed that of one thread."""
     if not length(cold_spans(trace, usual)):
         return {}
-    found = Counter()
-    for one in trace.quality.cold_in(usual):
-        found[one.what] += (one.end - one.start) / 1e3
-    return dict(found.most_common())
+    cold = totals((one.what, (one.end - one.start) / 1e3) for one in trace.quality.cold_in(usual))
+    return dict(cold.most_common())
 
 
 def _around(trace: Trace) -> tuple[int, int]:
@@ -77,9 +76,8 @@ def _two_kinds(trace: Trace) -> TwoKinds | None:
     if trace.quality.mixed is None:
         return None
     long = trace.quality.mixed.long
-    longer = sorted(step.us for step in trace.steps if step.start in long)
-    others = sorted(step.us for step in trace.steps if step.start not in long)
-    return TwoKinds(len(longer), longer[len(longer) // 2], others[len(others) // 2])
+    by_kind = grouped((step.start in long, step.us) for step in trace.steps)
+    return TwoKinds(len(by_kind[True]), median_high(by_kind[True]), median_high(by_kind[False]))
 
 
 class BufferRequest(msgspec.Struct, frozen=True):
@@ -108,12 +106,8 @@ def profiler(trace: Trace) -> Profiler:
     """Return the profiler's own overhead over the whole trace."""
     first = min((one.start for step in trace.steps for one in step.work), default=0)
     end = max(step.end for step in trace.steps)
-    requests, count, us = [], Counter(), Counter()
-    for one in trace.overheads:
-        count[one.name] += 1
-        us[one.name] += one.us
-        if one.name == "Activity Buffer Request":
-            requests.append(BufferRequest(one.us, one.start < first))
-    overheads = {name: Overhead(count[name], us[name]) for name in count}
+    by_name = grouped((one.name, one) for one in trace.overheads)
+    requests = [BufferRequest(one.us, one.start < first) for one in by_name["Activity Buffer Request"]]
+    overheads = {name: Overhead(len(some), sum(one.us for one in some)) for name, some in by_name.items() if some}
     last = next((op.us for op in trace.outside if OF_THE_DEVICE in op.name and op.start >= end), None)
     return Profiler(tuple(requests), overheads, last)

@@ -1,7 +1,6 @@
 """The regime: what limits the steps. Only this file decides it; findings/steps.py has the sentences."""
 
 import bisect
-from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -13,6 +12,7 @@ from tracereader.figures.gpu_work import GpuWork, gpu_work
 from tracereader.figures.pace import cold_spans, on_busiest_stream, window
 from tracereader.figures.steps import launches, spanned, stands_out
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, minus, union
 from tracereader.trace.waits import synchronizes
 
@@ -91,25 +91,18 @@ def _alone(trace: Trace, step: Step, end: int) -> tuple[int, int]:
     A step begins when the GPU has ended earlier work. A recording without steps begins and ends at any time, so the
     busiest stream's first and last activity are its ends.
     """
-    if trace.has_steps or not step.work:
-        return _own_start(trace, step), end
-    (own,) = on_busiest_stream([step])
-    return spanned(own)
-
-
-def _own_start(trace: Trace, step: Step) -> int:
-    """Return the step's start (ns); if the GPU still ran earlier work after it, the end of that work."""
     if not step.work:
-        return step.start
-    if trace.quality.earlier is not None and step is trace.steps[0]:
-        return max(step.start, min(trace.quality.earlier.until, step.work[0].start))
+        return step.start, end
     (own,) = on_busiest_stream([step])
+    if not trace.has_steps:
+        return spanned(own)
+    if trace.quality.earlier is not None and step is trace.steps[0]:
+        return max(step.start, min(trace.quality.earlier.until, step.work[0].start)), end
     first = own[0]
     before = trace.work[: bisect.bisect_left(trace.work, first.start, key=attrgetter("start"))]
     mine = {id(one) for one in step.work} if before else ()
     ends = [one.end for one in before if one.device == first.device and id(one) not in mine]
-    earlier = max(ends, default=step.start)
-    return max(step.start, min(first.start, earlier))
+    return max(step.start, min(first.start, max(ends, default=step.start))), end
 
 
 def _waits_for(
@@ -133,7 +126,10 @@ def _waits_for(
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
     measured = gpu_work(trace, step, {}) if measured is None else measured
-    return _roof_met(measured, 1 - steady.idle_us / steady_us if steady_us else 0.0)
+    # The kernels near that peak have to take most of the step. Idle time counts against it.
+    near = totals((one.roof, one.us) for one in measured if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF)
+    busy, most = 1 - steady.idle_us / steady_us if steady_us else 0.0, MUCH_KNOWN * sum(one.us for one in measured)
+    return next((roof for roof, us in near.most_common(1) if us * busy > most), "gpu")
 
 
 def waits_for_gpus(trace: Trace) -> Intervals:
@@ -150,15 +146,3 @@ def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
         "turns": gpu.idle_elsewhere_us,
         None: gpu.idle_unknown_us,
     }
-
-
-def _roof_met(work: Sequence[GpuWork], busy: float) -> str:
-    """Return compute or memory if the GPU is near that peak for most of the step, else gpu.
-
-    busy: the share of the step in which the GPU is busy.
-    """
-    near, most = Counter(), MUCH_KNOWN * sum(one.us for one in work)
-    for one in work:
-        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
-            near[one.roof] += one.us
-    return next((roof for roof, us in near.most_common(1) if us * busy > most), "gpu")

@@ -142,19 +142,15 @@ def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork
         for start, period, times in runs:
             sequence = nodes[start : start + period]
             last = nodes[start + period * times - 1]
-            repeat = _measured(sequence, times, work, measured)
+            first, pieces = sequence[0].start, sequence[-1].end - sequence[0].start
+            places = [range(at, at + pieces) for at in range(first, first + pieces * times, pieces)]
+            repeat = _costs(places, _folded(sequence, work, measured), work, measured)
             kind = (tuple(node.kind for node in sequence), times)
             folded += nodes[reached:start]
             folded.append(_Node(kind, sequence[0].start, last.end, True, repeat))
             reached = start + period * times
         nodes = folded + nodes[reached:]
     return nodes
-
-
-def _measured(sequence: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]) -> Repeat:
-    start, pieces = sequence[0].start, sequence[-1].end - sequence[0].start
-    places = [range(at, at + pieces) for at in range(start, start + pieces * times, pieces)]
-    return _costs(places, _folded(sequence, work, measured), work, measured)
 
 
 def _costs(

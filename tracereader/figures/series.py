@@ -9,6 +9,7 @@ import msgspec
 from tracereader.figures.gpu_work import numbered
 from tracereader.figures.steps import self_us
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import totals
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -50,12 +51,9 @@ def series(trace: Trace, step: Step, left_out: Sequence[str] = ()) -> tuple[Seri
             for key, work in numbered(one.work):
                 times[key][one.name] = work.us
         elif one.name not in left_out:
-            own, calls = Counter(), Counter()
-            for op in one.walk():
-                if op.kind == "op":
-                    own[op.name] += self_us(op)
-                    calls[op.name] += 1
-            for name, us in own.items():
+            ops = [op for op in one.walk() if op.kind == "op"]
+            calls = Counter(op.name for op in ops)
+            for name, us in totals((op.name, self_us(op)) for op in ops).items():
                 if calls[name] == usual[name]:
                     times[name, 0][one.name] = us
                 else:

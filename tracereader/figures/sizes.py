@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from functools import lru_cache
+from itertools import chain
 
 import msgspec
 
@@ -91,22 +92,21 @@ def does_it_alone(work: Work, op: Op | None, says: KernelName, known: dict[tuple
     """
     if op is None:
         return True
-    recorded = work.recorded
+    recorded = work.recorded  # of a captured op, only the activities of this work's replay count
+    whole = op if recorded is None else recorded.together
+    asked = chain.from_iterable(call.work for call in op.children) if recorded is None else whole
     if says.family == "GEMM":
-        key = (id(op if recorded is None else recorded.together), "GEMM")
+        key = (id(whole), "GEMM")
         if key not in known:
-            asked = [call.work for call in op.children] if recorded is None else [recorded.together]
-            times = Counter({id(one): one.dur for some in asked for one in some if families.says(one).multiplies})
+            times = Counter({id(one): one.dur for one in asked if families.says(one).multiplies})
             longest = max(times, key=times.get, default=None)
             # An activity of a deeper call is not among them, and is the only one of its call.
             known[key] = longest if longest is None or times[longest] >= MAIN * times.total() else 0
         return known[key] in (None, id(work))
     by_name = (says.family, says.parts.get("does")) if says.family in ("attention", "convolution") else ()
-    key = (id(op if recorded is None else recorded.together), *by_name)
+    key = (id(whole), *by_name)
     if key not in known:
-        # For a captured op, those of this work's replay.
-        asked = [call.work for call in op.children] if recorded is None else [recorded.together]
-        known[key] = sum(_shares_inputs(one, says) for some in asked for one in some)
+        known[key] = sum(_shares_inputs(one, says) for one in asked)
     is_counted = recorded is not None or (work.launch is not None and work.launch.parent is op)
     return known[key] == (is_counted and _shares_inputs(work, says))
 

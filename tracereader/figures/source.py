@@ -18,6 +18,8 @@ from tracereader.trace.slices import Process
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
+# What a Source has of the Trace under the same names.
+KEPT = ("facts", "backend", "has_steps", "steps_by", "steps_end_with_it", "calls_in_a_step", "processes")
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
@@ -80,20 +82,14 @@ def source(trace: Trace) -> Source:
     properties = trace.device_properties.values()
     return Source(
         trace=str(trace.path),
-        facts=trace.facts,
         devices=list(trace.devices),
-        backend=trace.backend,
         compute_capability=_compute_capability(trace),
         sms=max((one["numSms"] for one in properties if type(one.get("numSms")) is int), default=0),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
-        has_steps=trace.has_steps,
-        steps_by=trace.steps_by,
-        steps_end_with_it=trace.steps_end_with_it,
-        calls_in_a_step=trace.calls_in_a_step,
+        **{name: getattr(trace, name) for name in KEPT},
         outside_us=_outside_us(trace) if trace.steps_by is not None else None,
         may_be_steps=None if trace.has_steps else _may_be_steps(trace),
-        processes=trace.processes,
         shapes_recorded=trace.has_shapes,
         peak_bytes=max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None,
         warnings=tuple(_warnings(trace)),

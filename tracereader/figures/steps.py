@@ -5,15 +5,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, Lengths, joined, length, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, LOADER, is_torchs_own
 from tracereader.trace.quality import LAUNCH, usual_amount
@@ -37,23 +38,17 @@ OUTSIDE_CALLS = "outside every call"
 class Excess(msgspec.Struct, frozen=True):
     """The extra time of a step compared with the typical step, by self time per name.
 
-    before_first_op_us: the extra time between the annotation's start and the first op. first_calls: time in calls that
-    the typical step does not make, by name. slower: the extra time by name, the largest first; less_us: the time that
-    the other names saved, in total. more_calls: names called more often, with their calls in this step, their calls in
-    the typical step, and the time of the added calls at the typical step's time per call, the costliest first. runtime:
-    the names in more_calls that are CUDA runtime API calls. times_low to times_high: the factor by which a call slowed
-    down, for most names in both steps; None if too few are long enough. alike_us: the part of us in calls that took up
-    to times_high times as long.
+    first_calls: time in calls that the typical step does not make, by name. slower: the extra time by name, the largest
+    first; less_us: the time that the other names saved, in total. times_low to times_high: the factor by which a call
+    slowed down, for most names in both steps; None if too few are long enough. alike_us: the part of us in calls that
+    took up to times_high times as long.
     """
 
     us: float
-    before_first_op_us: float
     first_calls: dict[str, float]
     overheads: dict[str, float]  # the profiler's and the driver's own slices that start in the step
     slower: dict[str, float]
     less_us: float
-    more_calls: dict[str, tuple[int, int, float]]
-    runtime: list[str]
     times_low: float | None
     times_high: float | None
     alike_us: float
@@ -86,7 +81,6 @@ class StepFacts(msgspec.Struct, frozen=True):
     gpu_idle_share: float | None  # from its first GPU work to the next step's; the whole step if it is the only one
     launch_to_start_us: float | None  # from the first launch call to the start of the activity
     occupancy_queries: int
-    idle_before_us: float | None  # between the end of the step before it and its own start
     compiled: list[str]  # torch.compile's compilations in it, as 0/1: frame 0, compiled once before
     compile_us: float
     times_the_typical: float | None  # its CPU time over the typical step's, if it stands out among three or more
@@ -227,21 +221,19 @@ def label_of(step: Step) -> Op | None:
 
 
 def self_us(op: Op) -> float:
-    """Return the self time (µs) of a call. A child that ends after the call counts only up to the call's end."""
+    """Return the self time (µs) of a call."""
+    return self_ns(op) / 1e3
+
+
+def self_ns(op: Op) -> int:
+    """Return the self time (ns) of a call. A child that ends after the call counts only up to the call's end."""
     if not op.children:
-        return op.dur / 1e3
+        return op.dur
     own = op.dur - sum([child.dur for child in op.children])
     last, end = op.children[-1], op.start + op.dur
     if last.start + last.dur > end:
         own += sum(max(0, child.end - end) for child in op.children)
-    return max(0, own) / 1e3
-
-
-def self_us_of(calls: Sequence[Op], nested: bool) -> float:
-    """Return the sum of the self times (µs) of some calls. nested: whether every child ends before its parent."""
-    if not nested:
-        return sum(map(self_us, calls))
-    return (sum([op.dur for op in calls]) - sum([child.dur for op in calls for child in op.children])) / 1e3
+    return max(0, own)
 
 
 def launches(step: Step) -> int:
@@ -273,8 +265,6 @@ def stands_out(trace: Trace, step: Step, usual: Step) -> bool:
 
 def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     """Return the measurements of every step, compared with the typical one."""
-    gaps = [_label_gap_us(step) for step in trace.steps]
-    usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     when_busy = {device: Lengths(busy) for device, busy in _busy_by_device(trace.work).items()}
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace)
@@ -283,8 +273,8 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     asked = [one.start for one in trace.queries]
     lost = trace.quality.incomplete
     facts = []
-    before = usual_self = None
-    for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
+    usual_self = None
+    for step, gpu_us, stretch in zip(trace.steps, busy, stretches, strict=True):
         has_launch = [(one.launch.start, one.start) for one in step.work if one.launch is not None]
         launched, started = min(has_launch, default=(None, None))
         ratio = _ratio(trace, step, usual)
@@ -298,23 +288,21 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
             StepFacts(
                 name=step.name,
                 cpu_us=step.us,
-                label_to_first_op_us=gap,
+                label_to_first_op_us=_label_gap_us(step),
                 launches=sum(op.kind == "runtime" for op in step.named(LAUNCH.match)) if lost else launches(step),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch and not lost else None,
                 launch_to_start_us=(started - launched) / 1e3 if has_launch and not lost else None,
                 occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
-                idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,
                 compile_us=compile_us,
                 times_the_typical=ratio if stands_out(trace, step, usual) else None,
-                excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
+                excess=_excess(trace, step, usual, usual_self) if wide else None,
                 gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
                 loading_us=length(waits) / 1e3 if (waits := loader_waits(step)) else None,
             )
         )
-        before = step
     return tuple(facts)
 
 
@@ -328,14 +316,14 @@ def uneven(trace: Trace) -> Uneven | None:
 
     The first step is never the longer one, because it may be long for being the first.
     """
-    pair = _farthest(trace, shapes=False)
-    # Reading the sizes of all inputs takes long. Most steps that call the same ops also have inputs of the same sizes.
-    if pair is not None and trace.has_shapes:
-        short, long = (_calls(trace.steps[place], shapes=True) for place in pair)
-        pair = pair if short == long else _farthest(trace, shapes=True)
-    if pair is None:
+    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
+    if not _far_apart(trace, steps):
         return None
-    short, long = pair
+    alike = grouped((_calls(trace.steps[place]), place) for place in steps)
+    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
+    if not pairs:
+        return None
+    _, short, long = max(pairs)
     less, own = (_self_by_name(trace.steps[place]) for place in (short, long))
     more = Counter({name: one.us - (less[name].us if name in less else 0.0) for name, one in own.items()})
     return Uneven(
@@ -347,43 +335,25 @@ def uneven(trace: Trace) -> Uneven | None:
     )
 
 
-def _farthest(trace: Trace, shapes: bool) -> tuple[int, int] | None:
-    """Return the short and the long step of the same calls whose times differ most, if they differ by several times.
-
-    shapes: whether the inputs' sizes count.
-    """
-    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
-    if not _far_apart(trace, steps):
-        return None
-    alike = grouped((frozenset(_calls(trace.steps[place], shapes).items()), place) for place in steps)
-    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
-    return max(pairs)[1:] if pairs else None
-
-
 def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, int]]:
     """Return pairs of steps that differ by several times: the ratio, and the indexes of the short and the long step."""
     us = {place: trace.steps[place].us for place in places}
-    found = []
-    after = {}  # the shortest step after each
-    shortest = None
-    for place in reversed(places):
-        after[place] = shortest
-        shortest = place if shortest is None or us[place] < us[shortest] else shortest
-    before = None
-    for place in places:
-        for short, least in ((before, SEVERAL), (after[place], BEYOND_A_COLD_START)):
-            if place and short is not None and us[place] >= least * us[short]:
-                found.append((us[place] / us[short], short, place))
-        before = place if before is None or us[place] < us[before] else before
-    return found
+
+    def shortest(some: Iterable[int]) -> list[int]:
+        return list(accumulate(some, lambda one, other: other if us[other] < us[one] else one))
+
+    # The shortest step before each, and the shortest one after each.
+    pairs = [(short, long, SEVERAL) for short, long in zip(shortest(places), places[1:], strict=False)]
+    later = shortest(reversed(places))[::-1]
+    pairs += [(short, long, BEYOND_A_COLD_START) for short, long in zip(later[1:], places, strict=False)]
+    return [
+        (us[long] / us[short], short, long) for short, long, least in pairs if long and us[long] >= least * us[short]
+    ]
 
 
-def _calls(step: Step, shapes: bool) -> Counter:
-    """Return the number of a step's calls by op, and by the inputs' sizes if they are recorded."""
-    ops = [op for op in step.walk() if op.kind == "op"]
-    if not shapes:
-        return Counter(op.name for op in ops)
-    return Counter((op.name, str(op.inputs.recorded)) for op in ops)
+def _calls(step: Step) -> frozenset[tuple]:
+    """Return the step's ops, each with its inputs' sizes if they are recorded, and how often the step calls it so."""
+    return frozenset(Counter((op.name, str(op.inputs.recorded)) for op in step.walk() if op.kind == "op").items())
 
 
 def _busy_by_device(work: Iterable[Work]) -> dict[object, Intervals]:
@@ -441,10 +411,8 @@ def _label_gap_us(step: Step) -> float | None:
     return (first.start - (label.start if label else step.start)) / 1e3 if first else None
 
 
-def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self: dict[str, "_Own"]) -> Excess:
-    overheads = Counter()
-    for one in _within(trace.overheads, step):
-        overheads[one.name] += one.us
+def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]) -> Excess:
+    overheads = totals((one.name, one.us) for one in _within(trace.overheads, step))
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
     # A long pause between ops, in an annotation or outside of all, is the program's own or the DataLoader's.
@@ -452,12 +420,6 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     first_calls = {name: mine.us for name, mine in own.items() if name not in usual_self}
     slower = first_calls | {name: mine.us - theirs.us for name, (mine, theirs) in both.items()}
     gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)
-    more_calls = {
-        name: (mine.calls, theirs.calls, (mine.calls - theirs.calls) * theirs.us / theirs.calls)
-        for name, (mine, theirs) in both.items()
-        if mine.calls > theirs.calls
-    }
-    more_calls = dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8])
     times = sorted(
         mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in of_calls if theirs.us >= LONG_ENOUGH_US
     )
@@ -465,13 +427,10 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     high = times[-1 - spared] if len(times) >= 3 else None
     return Excess(
         us=step.us - usual.us,
-        before_first_op_us=gap_excess,
         first_calls=_largest(first_calls),
         overheads=_largest(overheads),
         slower=_largest({name: us for name, us in slower.items() if us > 0}),
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
-        more_calls=more_calls,
-        runtime=[name for name in more_calls if own[name].kinds == {"runtime"}],
         times_low=times[spared] if high is not None else None,
         times_high=high,
         alike_us=sum(
@@ -494,20 +453,15 @@ def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
     return slices[first:last]
 
 
-class _Own:
+class _Own(NamedTuple):
     """All calls of one name in a step: their self time (µs), their number and their kinds."""
 
-    __slots__ = ("calls", "kinds", "us")
-
-    def __init__(self):
-        self.us, self.calls, self.kinds = 0.0, 0, set()
+    us: float
+    calls: int
+    kinds: set[str]
 
 
 def _self_by_name(step: Step) -> dict[str, _Own]:
-    times = defaultdict(_Own)
-    for op in step.walk():
-        one = times[OUTSIDE_CALLS if op.name.startswith(STEP) else op.name]
-        one.us += self_us(op) if op.children else op.dur / 1e3
-        one.calls += 1
-        one.kinds.add(op.kind)
-    return dict(times)
+    named = [(OUTSIDE_CALLS if op.name.startswith(STEP) else op.name, op) for op in step.walk()]
+    us, kinds = totals((name, self_us(op)) for name, op in named), grouped((name, op.kind) for name, op in named)
+    return {name: _Own(us[name], len(some), set(some)) for name, some in kinds.items()}

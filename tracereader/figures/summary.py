@@ -13,25 +13,8 @@ from tracereader.figures.communication import Communication, communication
 from tracereader.figures.compiled import Compiled, compiled
 from tracereader.figures.cpu import Cpu
 from tracereader.figures.debugging import Debugging, debugging
-from tracereader.figures.decoding import (
-    Decoding,
-    Unneeded,
-    WeightReads,
-    decoding,
-    same_in_all_steps,
-    unneeded,
-    weight_reads,
-)
-from tracereader.figures.gpu_time import (
-    FamilyTime,
-    GpuTime,
-    Parts,
-    families,
-    gpu_time,
-    idle_in,
-    idle_in_graphs_us,
-    parts_by_device,
-)
+from tracereader.figures.decoding import LanguageModel, decoding, language_model
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, Parts, families, gpu_time, idle_in, parts_by_device
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.layers import layer_names
@@ -46,6 +29,7 @@ from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, ty
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Step, Trace
+from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import clipped, length, union
 
 
@@ -69,19 +53,6 @@ class Attention(msgspec.Struct, frozen=True):
     hidden_copies: tuple[HiddenCopy, ...]
     mask_made: MaskMade | None
     cast_products: CastProducts | None
-
-
-class LanguageModel(msgspec.Struct, frozen=True):
-    """The reads and repetitions of a language model's step.
-
-    decoding: None if the run did not store what a step reads. same_in_all_steps: whether all steps have the same GPU
-    work; None for a single step, or for very many launches.
-    """
-
-    decoding: Decoding | None
-    weight_reads: tuple[WeightReads, ...]
-    unneeded: Unneeded
-    same_in_all_steps: bool | None
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -117,7 +88,6 @@ class Summary(msgspec.Struct, frozen=True):
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU idle time before launches, by the launching thread's activity
     first_wait_us: float | None  # of the first launched activity, with nothing recorded running
-    idle_in_graphs_us: float  # of the step: between the activities of CUDA graphs
     idle_python: dict[str, float]  # the part of it outside ops and calls, by Python function; empty without stacks
     cpu: Cpu
     places: Places
@@ -153,8 +123,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def launches_graphs(self) -> bool:
         """Return whether the reported step launches CUDA graphs."""
-        one_of_each = {one.launched_by: one for one in self.gpu_work}  # names are far fewer than activities
-        return any(one.from_graph for one in one_of_each.values())
+        return any(one.from_graph for one in self.gpu_work)
 
     @property
     def graph_launches(self) -> int:
@@ -182,10 +151,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def by_family(self) -> Counter:
         """Return the times of that GPU work by family."""
-        times = Counter()
-        for one in self.gpu_work:
-            times[one.family] += one.us
-        return times
+        return totals((one.family, one.us) for one in self.gpu_work)
 
     @property
     def gpu_us(self) -> float:
@@ -232,11 +198,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         recorded_step_us=max(lanes.values()),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         gpu=None if incomplete else gpu_time(parts, [(start, end)]),
-        steady=regime.steady,
-        steady_us=regime.steady_us,
-        after_first=regime.after_first,
-        waits_for=regime.waits_for,
-        busy_by_device=regime.busy_by_device,
+        **msgspec.structs.asdict(regime),
         families=families(trace.work, start, end),
         captures=captures(step.roots, trace.op_names),
         gpu_work=measured,
@@ -245,7 +207,6 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         step_gpu=_alone(trace, step, parts, start, end) if step.work and not incomplete else None,
         idle_in=waits_in,
         first_wait_us=None if incomplete else _first_wait_us(trace, start),
-        idle_in_graphs_us=idle_in_graphs_us(step),
         idle_python=waits_in_python,
         cpu=Cpu(trace, step, layers),
         places=Places(by_label(step), by_phase(trace, step), *by_module(trace, step)),
@@ -253,12 +214,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         communication=communication(trace, counted, parts, start, end, regime.steady),
         debugging=debugging(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
-        llm=LanguageModel(
-            decoding=decoding(trace, lanes, usual_busy_us(facts[left_out:])),
-            weight_reads=weight_reads(trace, step, measured),
-            unneeded=unneeded(step, measured),
-            same_in_all_steps=same_in_all_steps(counted),
-        ),
+        llm=language_model(decoding(trace, lanes, usual_busy_us(facts[left_out:])), counted, step, measured),
         compiled=compiled(trace),
         profiler=profiler(trace),
         inside=inside(trace),

@@ -7,7 +7,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.trace import STEP, Op, Trace, asking_ops
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import COLLECTIVE
 
 # Names that torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
@@ -90,15 +90,11 @@ def profiler_table(trace: Trace) -> Table:
     for one in trace.work:
         _add(rows, (one.name, True), 0, 0, one.dur, one.dur)
     found = [Row(name, on_gpu, times[0], *(ns / 1e3 for ns in times[1:])) for (name, on_gpu), times in rows.items()]
-    spans = Counter()
-    calls = Counter()
-    for span in trace.spans:
-        spans[_name(span)] += span.dur
-        calls[_name(span)] += 1
+    spans = grouped((_name(span), span.dur) for span in trace.spans)
     label, inside = _label(nodes, parents)
     return Table(
         rows=tuple(sorted(found, key=lambda row: (-row.total_gpu_us, -row.total_cpu_us, row.name))),
-        label_spans=tuple(LabelSpan(name, calls[name], ns / 1e3) for name, ns in spans.items()),
+        label_spans=tuple(LabelSpan(name, len(ns), sum(ns) / 1e3) for name, ns in spans.items()),
         self_cpu_us=sum(row.self_cpu_us for row in found),
         self_gpu_us=sum(row.self_gpu_us for row in found if row.on_gpu),
         label=label,
@@ -156,8 +152,9 @@ def _all(trace: Trace) -> Iterator[Op]:
 def _label(nodes: Sequence[Op], parents: Sequence[int | None]) -> tuple[str | None, dict[str, float]]:
     """Return the first annotation below the steps, and the direct calls of all slices of its name, by name."""
     name = next((op.name for op in nodes if op.kind == "label" and not op.name.startswith(STEP)), None)
-    inside = Counter()
-    for op, parent in zip(nodes, parents, strict=True):
-        if parent is not None and nodes[parent].name == name and nodes[parent].kind == "label":
-            inside[op.name] += op.dur
+    inside = totals(
+        (op.name, op.dur)
+        for op, parent in zip(nodes, parents, strict=True)
+        if parent is not None and nodes[parent].name == name and nodes[parent].kind == "label"
+    )
     return name, {name: ns / 1e3 for name, ns in inside.most_common()}

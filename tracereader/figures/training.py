@@ -1,8 +1,8 @@
 """Parts of a training step: backward by op, recomputation, optimizer, synchronizations, DataLoader, memory."""
 
 import bisect
-from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -15,7 +15,7 @@ from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, ou
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, joined, length, minus, union
+from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, SPARSE_GRADIENT, is_phase
 from tracereader.trace.waits import synchronizes
 
@@ -137,13 +137,15 @@ def training(trace: Trace, step: Step) -> Training:
     syncs, charged = _syncs(step, ops, idle)
     rest = None if idle is None else minus(idle, charged)  # so that no idle time is charged twice
     again = recomputed_ops(step)
+    # Of steps of two kinds, perhaps only some wait for the DataLoader.
+    loads = {step: rest} if trace.quality.mixed is None else {one: _idle(trace.work, one) for one in trace.steps}
     sparse = not trace.op_names.isdisjoint(SPARSE_GRADIENT)
     return Training(
         backward_of=_backward_of(trace, step, ops, again),
         recomputed=_recomputed(step, again),
         optimizers=_optimizers(step, rest, sparse),
         syncs=syncs,
-        loading=_loading(step, rest) if trace.quality.mixed is None else _mean_loading(trace),
+        loading=_loading(loads),
         memory=_memory(trace, step),
         has_sparse_gradients=sparse,
         unused_nodes=len(unused_nodes(trace, step)),
@@ -185,18 +187,17 @@ def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op
     begun = {start for _, start in trace.forward_of.values()}
     names = {(op.track, op.start): op.name for op in reversed(ops) if op.start in begun and op.kind == "op"}
     inside = ids_inside(again)  # another op's forward: the first backward recomputes everything that was dropped
-    gpu, pieces = Counter(), Counter()
+    gpu = defaultdict(list)
     starts = {start for _, start in trace.forward_of}
     for one in step.work:
         for op in one.launch.above() if one.launch and id(one.launch) not in inside else ():
             forward = trace.forward_of.get((op.track, op.start)) if op.start in starts else None
             if forward is not None:
-                name = names.get(forward)
-                if name is not None:
-                    gpu[name] += one.dur
-                    pieces[name] += 1
+                if forward in names:
+                    gpu[names[forward]].append(one.dur)
                 break
-    return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in gpu.most_common())
+    places = (Place(name, None, sum(ns) / 1e3, len(ns)) for name, ns in gpu.items())
+    return tuple(sorted(places, key=lambda one: -one.gpu_us))
 
 
 class _Numbers(msgspec.Struct):
@@ -389,27 +390,17 @@ def asking(call: Op) -> str:
     return name or (label if label and not label.startswith(STEP) else "Python")
 
 
-def _mean_loading(trace: Trace) -> Loading | None:
-    """Return the mean of all steps, which are of two kinds: perhaps only some of them wait."""
-    found = [one for step in trace.steps if (one := _loading(step, _idle(trace.work, step))) is not None]
-    count, us = len(trace.steps), sum(step.us for step in trace.steps)
-    if not found:
+def _loading(idle: Mapping[Step, Intervals | None]) -> Loading | None:
+    """Return the mean wait of some steps, each with the GPU's idle time that a wait may be charged with."""
+    waits = {step: loader_waits(step) for step in idle}
+    if not any(waits.values()):
         return None
-    idle_us = None if found[0].idle_us is None else sum(one.idle_us for one in found) / count
-    waited = sum(one.us for one in found)
-    return Loading(us=waited / count, idle_us=idle_us, share=waited / us if us else 0.0)
-
-
-def _loading(step: Step, idle: Intervals | None) -> Loading | None:
-    waits = loader_waits(step)
-    if not waits:
-        return None
-    us = sum(end - start for start, end in waits) / 1e3
-    idle_in = Lengths(idle) if idle is not None else None
+    waited, us = sum(map(length, waits.values())) / 1e3, sum(step.us for step in idle)
+    idle_us = [None if times is None else length(both(waits[step], times)) / 1e3 for step, times in idle.items()]
     return Loading(
-        us=us,
-        idle_us=None if idle_in is None else sum(idle_in.between(start, end) for start, end in waits) / 1e3,
-        share=us / step.us if step.us else 0.0,
+        us=waited / len(idle),
+        idle_us=None if None in idle_us else sum(idle_us) / len(idle),
+        share=waited / us if us else 0.0,
     )
 
 

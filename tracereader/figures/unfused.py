@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tracereader.figures.moved import BOOLEAN_RESULT
 from tracereader.figures.sizes import product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
@@ -14,8 +15,7 @@ from tracereader.trace.op_names import BATCHED, MATMULS, SDPA, SOFTMAX
 
 # Families that may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
 BETWEEN = ("pointwise", "copy", "reduction", "memset")
-# Ops whose result has one byte per element, and ops whose result has one element per row.
-BOOLEAN_RESULT = ("isneginf", "isinf", "isnan", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
+# Ops whose result has one element per row.
 RESULT_PER_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
 # The number of arguments of ops that may be called with out=. One more argument is the output.
 ARGUMENTS = {"where": 3, "add": 3, "sub": 3, "mul": 2, "div": 2, "_softmax": 3}
@@ -154,10 +154,8 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
     item, other = into[0].item, out_of[0].item
     elements = scores.batch * scores.m * scores.n
     written, read, moved = 1, 1, elements * (item + other)
-    asked = {}  # by op, because several kernels of one op read its inputs once
-    for one, op in between:
-        if op is not None:
-            asked.setdefault(id(op), (one, op))
+    # By op, because several kernels of one op read its inputs once.
+    asked = {id(op): (one, op) for one, op in reversed(between) if op is not None}
     for one, op in asked.values():
         reads, writes = _passes(op, one.name, elements)
         written, read, moved = written + len(writes), read + len(reads), moved + elements * sum(reads + writes)
@@ -196,4 +194,4 @@ def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
         return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)
     if name in RESULT_PER_ROW:
         return items, []
-    return items, [1] if name in BOOLEAN_RESULT else [max(items)]
+    return items, [1] if op.name in BOOLEAN_RESULT or name == "bitwise_not" else [max(items)]

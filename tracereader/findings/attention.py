@@ -1,7 +1,6 @@
 """Findings about attention and hidden work of eager code around it: copies, masks, casts, old kernels."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +10,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings import finding as words
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import CPU, GPU, TREE, Verdict, counted, duration, finding, listed, size
+from tracereader.trace.grouped import totals
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
 # The ops that scaled_dot_product_attention can call, and torch's name for each backend.
@@ -178,9 +178,7 @@ def for_an_older_gpu(summary: Summary) -> Verdict:
     if us <= 0.1 * summary.summed_us:
         shown = listed(sorted({f"sm {sm}" for _, sm in generations if sm}))
         return Verdict(False, f"{shown}, run on sm {own}")
-    by_name = Counter()
-    for one in older:
-        by_name[one.name] += one.us
+    by_name = totals((one.name, one.us) for one in older)
     first = short(by_name.most_common(1)[0][0], 50)
     which = f"{counted(len(older), 'kernel')}, the costliest {first}," if len(by_name) > 1 else first
     whole = duration(summary.summed_us)
@@ -232,7 +230,7 @@ def low_occupancy(summary: Summary) -> Verdict:
 def time_in_a_library(summary: Summary) -> Verdict:
     """The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there."""
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-    own = summary.cpu.self_us_of(makers)
+    own = {name: one.self_us for name, one in summary.cpu.ops.items() if name in makers}
     total = summary.cpu.recorded_us
     name = max(own, key=own.get, default=None)
     if name is None or not total:
@@ -246,10 +244,7 @@ def time_in_a_library(summary: Summary) -> Verdict:
 
 def backends(summary: Summary) -> dict[str, int]:
     """Return the number of calls in the step of each backend that scaled_dot_product_attention chose."""
-    calls: dict[str, int] = {}
-    for name, one in summary.cpu.ops_named(BACKENDS).items():
-        calls[BACKENDS[name]] = calls.get(BACKENDS[name], 0) + one.calls
-    return calls
+    return totals((BACKENDS[name], one.calls) for name, one in summary.cpu.ops.items() if name in BACKENDS)
 
 
 @finding(TREE, "scaled_dot_product_attention", teaches=True)

@@ -6,6 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings import attention
 from tracereader.findings.finding import Verdict, activities, counted, finding, listed
+from tracereader.findings.ops import with_calls_below
 from tracereader.trace.kernel_names import short
 from tracereader.trace.types import dtype_of
 
@@ -90,13 +91,11 @@ def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
     predicts="_safe_softmax does more than softmax: a row with nothing to attend to becomes 0, not NaN", claims="48"
 )
 def safe_softmax(summary: Summary) -> Verdict:
-    at = next((n for n, call in enumerate(summary.cpu.chain) if call.name == "aten::_safe_softmax"), None)
-    if at is None:
+    found = with_calls_below(summary, "aten::_safe_softmax")
+    if not found:
         return Verdict(False, "no aten::_safe_softmax")
-    chain, depth = summary.cpu.chain, summary.cpu.chain[at].depth
-    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= depth), len(chain))
-    inside = chain[at + 1 : end]
-    top = [call.name for call in inside if call.depth == depth + 1]
+    softmax, inside = found[0]
+    top = [call.name for call in inside if call.depth == softmax.depth + 1]
     launched = sum(len(call.launched) for call in inside)
     seen = listed(top) + (f"; {counted(launched, 'kernel')}, one of them softmax itself" if launched else "")
     return Verdict(len(set(top)) > 1, seen)
@@ -115,10 +114,13 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
 
     at_least: the number of matrices of [batch, heads, seq, seq] at the step's peak; 0 predicts that none is held.
     """
-    known = _scores_and_rest(summary)
-    if known is None:
+    facts = summary.source.facts
+    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
+    if sizes is None or facts.peak_bytes is None or dtype is None:
         return Verdict(None, "no peak memory in this trace")
-    scores, rest = known
+    batch, heads, seq, head_dim = sizes
+    one_side = batch * heads * seq * dtype.bytes
+    scores, rest = one_side * seq, facts.peak_bytes - 4 * one_side * head_dim  # without inputs and result
     if scores <= WORKSPACE_BYTES:
         return Verdict(None, f"scores of {scores / 1e6:,.1f} MB are smaller than the memory that libraries keep")
     seen = (
@@ -129,14 +131,3 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
         return Verdict(rest >= at_least * scores, seen)
     # A larger rest need not be scores: the memory-efficient kernel keeps wide heads in fp32.
     return Verdict(True if rest < scores else False if summary.attention.unfused else None, seen)
-
-
-def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
-    """Return the bytes of the scores, and of the peak without inputs and result; None if the run did not store them."""
-    facts = summary.source.facts
-    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
-    if sizes is None or facts.peak_bytes is None or dtype is None:
-        return None
-    batch, heads, seq, head_dim = sizes
-    one_side = batch * heads * seq * dtype.bytes
-    return one_side * seq, facts.peak_bytes - 4 * one_side * head_dim

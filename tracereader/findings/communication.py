@@ -1,7 +1,7 @@
 """Sentences on the communication of the rank that wrote the trace."""
 
 from tracereader.figures import Summary
-from tracereader.figures.communication import Collectives, Communication
+from tracereader.figures.communication import Communication
 from tracereader.findings.finding import WORTH_SHOWING, listed, size
 
 # Hidden communication is reported from this share of the step on.
@@ -41,7 +41,9 @@ def in_words(summary: Summary) -> list[str]:
         if alone and told:
             told[0] += "; the other ranks' traces show why (read-trace FOLDER/)"
         return told
-    if rate := _rate(found.collectives):
+    longest = next((one for one in found.collectives if one.bus_gb_s), None)
+    if longest is not None:
+        rate = f"{longest.bus_gb_s:,.1f} GB/s ({longest.kind} of {size(longest.bytes)} over {longest.size:,} ranks)"
         late = ", or more if other ranks are late: read-trace FOLDER/ shows it" * alone
         told.append(f"The network reaches {rate}{late}")
         return told
@@ -74,11 +76,3 @@ def beside_the_links(found: Communication) -> str:
     links += ["a network of 400 Gb/s 50"] * ((found.ranks or 0) > ON_A_HOST)
     reason = ("it does not use NVLink" if nvlink else "the link is slow") + ", or it waits for peers" * alone
     return f"the fastest reaches {best:,.0f} GB/s, where in each direction {listed(links)}: {reason}"
-
-
-def _rate(collectives: tuple[Collectives, ...]) -> str:
-    """Return the size, the group and the bus bandwidth of the longest kind of collectives; the table has the others."""
-    one = next((one for one in collectives if one.bus_gb_s), None)
-    if one is None:
-        return ""
-    return f"{one.bus_gb_s:,.1f} GB/s ({one.kind} of {size(one.bytes)} over {one.size:,} ranks)"

@@ -40,10 +40,8 @@ def _roof(found: Decoding) -> str:
     read += f" once takes {duration(found.read_us)} at {at}"
     reached = f"{least / found.step_us:.1%}"
     allows = f"allows {facts.tokens / least * 1e6:,.0f} tokens a second, and the step reaches {reached}"
-    if found.multiply_us is None:
-        return f"reading alone {allows} of that: {read}"
-    if found.multiply_us <= found.read_us:
-        return f"the roofline {allows} of that: {read}"
+    if (found.multiply_us or 0.0) <= found.read_us:
+        return f"{'reading alone' if found.multiply_us is None else 'the roofline'} {allows} of that: {read}"
     return (
         f"the roofline {allows} of that: arithmetic is the limit, because 2 x {facts.weight_bytes / 2e6:,.1f} M "
         f"weights x {counted(facts.tokens, 'token')} = {found.flops / 1e9:,.1f} GFLOP take "
@@ -76,7 +74,7 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
     """
     facts = summary.llm.decoding and summary.llm.decoding.facts
     phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
-    needed = (facts.batch if facts else 1) if phase == "prefill" else summary.llm.unneeded.logits_kept
+    needed = (facts.batch if facts else 1) if phase == "prefill" else summary.llm.logits_kept
     products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
     if not needed or len(products) < 3:
         return None, 0

@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.regime import MUCH_KNOWN
 from tracereader.findings import finding as words
 from tracereader.findings.finding import COMPILE, CPU, GPU, NO_GPU, TABLE, TREE, Verdict, counted, finding, listed
+from tracereader.trace.grouped import totals
 from tracereader.trace.kernel_names import short
 
 # The ratio of a step's summed times to its busy time. On the H200 it is 2.4 if each kernel starts during the one
@@ -33,9 +33,7 @@ def _gemms(summary: Summary) -> list[GpuWork]:
 @finding(TABLE, "one row with most of the GPU time", teaches=True)
 def hotspot(summary: Summary) -> Verdict:
     """This is the hotspot. Start with it."""
-    total = Counter()
-    for one in summary.gpu_work:
-        total[one.name] += one.us
+    total = totals((one.name, one.us) for one in summary.gpu_work)
     if len(total) < 2 or not total.total():
         return Verdict(False, "")
     ((name, us),) = total.most_common(1)
@@ -164,14 +162,12 @@ def copy_before_gemm(summary: Summary) -> Verdict:
 @finding(TREE, "addmm without an add", teaches=True)
 def addmm_without_add(summary: Summary) -> Verdict:
     """The GEMM's epilogue adds the bias while it writes the result."""
-    launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
-    for one in summary.gpu_work:
-        alone = launched["aten::addmm"] == (
-            summary.cpu.ops["aten::addmm"].calls if "aten::addmm" in summary.cpu.ops else 0
-        )
-        if one.asked_by == "aten::addmm" and one.family == "GEMM" and alone and "aten::add" not in summary.cpu.ops:
-            return Verdict(True, short(one.name, 60))
-    return Verdict(False, "")
+    kernels = [one for one in summary.kernels_of_step if one.asked_by == "aten::addmm"]
+    product = next((one for one in kernels if one.family == "GEMM"), None)
+    calls = summary.cpu.ops["aten::addmm"].calls if "aten::addmm" in summary.cpu.ops else 0
+    if product is None or len(kernels) != calls or "aten::add" in summary.cpu.ops:
+        return Verdict(False, "")
+    return Verdict(True, short(product.name, 60))
 
 
 @finding(predicts="one kernel per step: the GEMM's epilogue adds the bias", needs_gpu=True, claims="22")
@@ -310,10 +306,9 @@ def few_blocks(summary: Summary) -> Verdict:
     algorithm (a split reduction) gives it more blocks; a kernel that computes one thing after another needs no more."""
     if not summary.source.sms:
         return Verdict(None, "the number of multiprocessors is not known")
-    by_grid = Counter()
-    found = [one for one in summary.gpu_work if _has_few_blocks(one, summary.source.sms)]
-    for one in found:
-        by_grid[one.name, math.prod(one.grid)] += one.us
+    computing = (one for one in summary.kernels_of_step if one.family != "communication" and one.us >= LONG_US)
+    found = [one for one in computing if one.grid is not None and 0 < math.prod(one.grid) < summary.source.sms / 2]
+    by_grid = totals(((one.name, math.prod(one.grid)), one.us) for one in found)
     us = by_grid.total()
     if us <= MUCH_IN_FEW_BLOCKS * summary.summed_us:
         return Verdict(False, "kernels that take long have enough blocks")
@@ -323,11 +318,6 @@ def few_blocks(summary: Summary) -> Verdict:
     return Verdict(True, f"{few}: {words.part_of(us, summary.summed_us)} of GPU work; {costliest}")
 
 
-def _has_few_blocks(one: GpuWork, sms: int) -> bool:
-    is_long = one.kind == "kernel" and one.family != "communication" and one.us >= LONG_US
-    return is_long and one.grid is not None and 0 < math.prod(one.grid) < sms / 2
-
-
 def near_the_peaks(summary: Summary) -> str:
     """Return how much of the step its kernels would take at the device's peaks; "" if few sizes are known."""
     known = [one for one in summary.gpu_work if one.of_roof is not None]
@@ -335,10 +325,7 @@ def near_the_peaks(summary: Summary) -> str:
     step = summary.unprofiled_step_us or summary.recorded_step_us
     if known_us <= MUCH_KNOWN * summary.summed_us or not step:
         return ""
-    us = Counter()
-    for one in known:
-        us[one.roof] += one.us * one.of_roof
-    ((roof, _),) = us.most_common(1)
+    ((roof, _),) = totals((one.roof, one.us * one.of_roof) for one in known).most_common(1)
     share, limit = known_us / summary.summed_us, words.ROOFS[roof][0]
     return (
         f"At the data sheet's peaks, the kernels of known sizes ({share:.0%} of the GPU time) would take "

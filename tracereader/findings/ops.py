@@ -1,10 +1,11 @@
 """Findings about the ops of a step: the profiler's table and the call tree, eager and compiled."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
-from tracereader.figures.cpu import OpTimes
+from tracereader.figures.cpu import Call, OpTimes
 from tracereader.findings import finding as words
 from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted, duration, finding, listed
 from tracereader.findings.steps import compiled
@@ -34,12 +35,22 @@ def is_of_a_library(name: str) -> bool:
 
 def with_cpu_tensors(summary: Summary) -> dict[str, OpTimes]:
     """Return the step's ops that compute and use no GPU, by name."""
-    names = summary.cpu.without_gpu_work
-    return summary.cpu.ops_named([name for name in names if name not in NO_VALUES and is_of_a_library(name)])
+    ops = ((name, one) for name, one in summary.cpu.ops.items() if not one.reaches_gpu)
+    return {name: one for name, one in ops if name not in NO_VALUES and is_of_a_library(name)}
 
 
-def _calls(summary: Summary, name: str) -> int:
-    return summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
+def with_calls_below(summary: Summary, *names: str) -> list[tuple[Call, list[Call]]]:
+    """Return the step's calls with these names, without those inside another one, each with all calls below it."""
+    found, depth = [], math.inf
+    for call in summary.cpu.chain:
+        if call.depth > depth:
+            found[-1][1].append(call)
+        elif call.name in names:
+            found.append((call, []))
+            depth = call.depth
+        else:
+            depth = math.inf
+    return found
 
 
 @finding(predicts="most of the annotation's total time is spent in the ops below it, not in its self time", claims="04")
@@ -83,28 +94,17 @@ def annotation_twice(summary: Summary) -> Verdict:
 
 @finding(predicts=lambda parent, child: f"{parent} resolves to {child}")
 def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
-    inside, depth = [], None
-    for call in summary.cpu.chain:
-        if depth is not None and call.depth > depth:
-            inside.append(call.name)
-        else:
-            depth = call.depth if call.name == parent else None
-    has = _calls(summary, parent)
-    return Verdict(child in inside, f"{parent} calls {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
+    found = with_calls_below(summary, parent)
+    inside = {call.name for _, calls in found for call in calls}
+    return Verdict(child in inside, f"{parent} calls {listed(sorted(inside)[:6])}" if found else f"no {parent}")
 
 
 @finding(TREE, "matmul or linear that ends in mm, addmm or bmm", teaches=True)
 def resolves_to_a_product(summary: Summary) -> Verdict:
     """The dispatcher chooses by the inputs' shapes. The last op is the one that launches."""
-    above = None
-    for call in summary.cpu.chain:
-        if above is not None and call.depth <= above.depth:
-            above = None
-        if above is not None and call.name in MATMULS:
-            return Verdict(True, f"{above.name} ends in {call.name}")
-        if above is None and call.name in ("aten::matmul", "aten::linear"):
-            above = call
-    return Verdict(False, "")
+    dispatching = with_calls_below(summary, "aten::matmul", "aten::linear")
+    pairs = [(op, call) for op, calls in dispatching for call in calls if call.name in MATMULS]
+    return Verdict(bool(pairs), "".join(f"{op.name} ends in {call.name}" for op, call in pairs[:1]))
 
 
 @finding(
@@ -112,8 +112,8 @@ def resolves_to_a_product(summary: Summary) -> Verdict:
 )
 def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -> Verdict:
     """Judge whether a step has `count` calls of an op, and none of the ops in `gone`."""
-    left = [op for op in gone if _calls(summary, op)]
-    calls = _calls(summary, name)
+    left = [op for op in gone if op in summary.cpu.ops]
+    calls = summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
     seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
     return Verdict(calls == count and not left, seen)
 

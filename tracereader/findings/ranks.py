@@ -2,7 +2,7 @@
 
 import bisect
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 
@@ -13,7 +13,7 @@ from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksS
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
 from tracereader.trace import STEP
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 
 # The share of a rank's time in exposed waits for other ranks from which the wait is named. On two H200s it was 31% in
 # FSDP with a CPU that launches late, 8% with a rank that computes more, and 0.5% in plain DDP.
@@ -247,7 +247,8 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
         told += f", {waiting / exposed:.0%} of it waiting for other ranks"
     if len(summary.ranks) > 1:
         whose = "'s"
-        if _keeps_others_waiting(summary, one):
+        stage = slowest_stage(summary)
+        if straggler(summary) is one or (stage is not None and one.rank in stage.ranks):
             whose = " sets the pace: its"
         elif _waits_are_known(summary):
             whose = f" waits least for {'the ranks that were read' if summary.missing else 'others'}: its"
@@ -274,14 +275,6 @@ def _last_is_known(summary: RanksSummary) -> bool:
         return True
     longest_us = fmean(max(one.waits_us) for one in summary.matched)
     return bool(_beyond(summary) or slow_link(summary)) and _told_apart(summary, longest_us)
-
-
-def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
-    """Return whether a rank is the one that the others wait for, or of the slowest stage."""
-    if (slow := straggler(summary)) is not None and slow.rank == one.rank:
-        return True
-    stage = slowest_stage(summary)
-    return stage is not None and one.rank in stage.ranks
 
 
 def launch_waits(summary: RanksSummary) -> str:
@@ -638,25 +631,15 @@ def waiting_of(pair: PairTimes, steps: int) -> str:
     return f"{there} waits {sender} until {here} receives"
 
 
-def _ranks_of_stages(summary: RanksSummary) -> dict[int, list[int]]:
-    """Return the ranks of each stage of the pipelines. It is empty for ranks that form none."""
-    pairs = [one for one in summary.pairs if one.places] if is_pipeline(summary) else []
-    stage = {rank: at for one in pairs for rank, at in zip((one.source, one.destination), one.places, strict=True)}
-    return grouped((at, rank) for rank, at in stage.items())
-
-
-def _compute_by_rank(summary: RanksSummary) -> tuple[dict[int, float], float]:
-    """Return each rank's compute per step, and the time by which it has to be longer to be named (µs)."""
-    figures = _Usual(summary)
-    return figures.of(None, "computes"), MUCH_LONGER * median(figures.of(None, "us").values())
-
-
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:
     """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others.
 
     Most of its ranks have to compute longer, because one slow rank makes no slow stage.
     """
-    ranks, (computes, least) = _ranks_of_stages(summary), _compute_by_rank(summary)
+    pairs = [one for one in summary.pairs if one.places] if is_pipeline(summary) else []
+    stage = {rank: at for one in pairs for rank, at in zip((one.source, one.destination), one.places, strict=True)}
+    ranks, figures = grouped((at, rank) for rank, at in stage.items()), _Usual(summary)
+    computes, least = figures.of(None, "computes"), MUCH_LONGER * median(figures.of(None, "us").values())
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
     if len(by_stage) < 2 or not summary.steps:
         return None
@@ -697,20 +680,12 @@ def sentences(summary: RanksSummary) -> list[str]:
     messages = _of_messages(summary)
     if not summary.matched:
         return [*messages, *_exposed(summary)] if messages else [_nothing_matched(summary)]
-    found = _of_collectives(summary)
-    for_messages = max((share(one, one.message_waits.us) for one in summary.ranks), default=0.0)
-    if for_messages > max(share(one, one.waited_exposed_us) for one in summary.ranks):
-        found = [*messages, *found]
-    else:
-        found += messages
-    return [*found, *_exposed(summary)]
-
-
-def _of_collectives(summary: RanksSummary) -> list[str]:
     found = _who_waits(summary, straggler(summary))
     if why := loss(summary):
         found.insert(1, _why(why, summary))
-    return found
+    for_messages = max(share(one, one.message_waits.us) for one in summary.ranks)
+    messages_first = for_messages > max(share(one, one.waited_exposed_us) for one in summary.ranks)
+    return [*(messages + found if messages_first else found + messages), *_exposed(summary)]
 
 
 def _nothing_matched(summary: RanksSummary) -> str:
@@ -880,9 +855,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
         else:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")
     mine = [each for each in summary.matched if rank in each.ranks]
-    waits = Counter()
-    for each in mine:
-        waits[each.last] += each.waits_us[each.ranks.index(rank)]
+    waits = totals((each.last, each.waits_us[each.ranks.index(rank)]) for each in mine)
     for whom, most in waits.most_common(1):
         exposed = f"{_each_step(one, one.waited_exposed_us).removesuffix(' ms')} of it exposed"
         found += [
@@ -931,6 +904,4 @@ def _exposed(summary: RanksSummary) -> list[str]:
             _not_matched_us(worst),
     }  # fmt: skip
     why = [f"{told(us)} {words}" for words, us in where.items() if us > 0.05 * exposed]
-    if worst.late_us > MOST * exposed:
-        why.append(f"for {told(min(worst.late_us, exposed))} of it the CPU had not launched the next kernel")
     return [line, *(["exposed: " + "; ".join(why)] if why else [])]

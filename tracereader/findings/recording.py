@@ -69,10 +69,9 @@ def recording_matters(summary: Summary) -> bool:
     Either the GPU waits for launches, or the CPU takes longer for a step than the GPU, which still has work of earlier
     steps and is not idle.
     """
-    steps = summary.steady_steps
-    if is_idle_less(summary) or not may_lengthen(summary) or not steps:
-        return is_idle_less(summary)
-    return summary.recorded_step_us >= (1 + SOME_IDLE) * summary.steady_us / len(steps)
+    steps = len(summary.steady_steps)
+    is_longer = steps > 0 and summary.recorded_step_us >= (1 + SOME_IDLE) * summary.steady_us / steps
+    return is_idle_less(summary) or (is_longer and may_lengthen(summary))
 
 
 def cpu_shares(summary: Summary, cpu_us: float) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -17,6 +17,7 @@ from tracereader.findings import finding as words
 from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, finding, in_one_unit, part_of
 from tracereader.trace import STEP
 from tracereader.trace.backends import shows_use
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import cut, short
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 from tracereader.trace.marks import DECODES
@@ -48,11 +49,10 @@ WORDS = {
     "capture": "CUDA graph capture", "incomplete": "GPU records are missing",
     None: "idle for a reason that the trace does not show",
 }  # fmt: skip
+# In a table's cell, of the regimes that are not called "…-bound".
 BOUND_BY = {
-    "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
-    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
-    "incomplete": "unknown", "turns": "other GPUs",
-    None: "unknown",
+    "gpu-side": "GPU side", "outside": "overhead", "cpu-only": "neither", "capture": "capture", "incomplete": "unknown",
+    "turns": "other GPUs", None: "unknown",
 }  # fmt: skip
 # The parts of a GPU's time that are not compute.
 PARTS = {
@@ -205,14 +205,12 @@ def reached(work: Sequence[GpuWork | CpuWork]) -> float:
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
     """Return what limits a step without GPU work (outside: time in no recorded op), and a sentence with the figures."""
-    step_us, groups = summary.chosen.cpu_us, defaultdict(list)
+    step_us = summary.chosen.cpu_us
     loading = summary.training.loading
     if loading is not None and loading.share > MUCH_WAITING:
         return "cpu-only", f"the step waits for the DataLoader's next batch for {loading.share:.0%} of its time"
-    for one in summary.cpu.cpu_work:
-        if one.of_roof is not None:
-            groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
-    for (near, roof), ops in groups.items():
+    known = (one for one in summary.cpu.cpu_work if one.of_roof is not None)
+    for (near, roof), ops in grouped(((one.of_roof >= NEAR_THE_ROOF, one.roof), one) for one in known).items():
         us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
             share = reached(ops)
@@ -268,11 +266,6 @@ def busy_machine(summary: Summary) -> str | None:
         f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
         f"the same calls: {supposed}. {WHAT_TO_DO}"
     )
-
-
-def _cores_in_use(summary: Summary) -> str:
-    """Return why a step's time was predicted wrongly if the cores were busy; else ""."""
-    return "other programs used the cores, too, as the warning says" if busy_machine(summary) else ""
 
 
 def without_records(found: Recording, whose: str = "") -> str:
@@ -346,7 +339,7 @@ def bound_by(summary: Summary) -> str:
     found = summary.waits_for
     if found == "cpu-only":
         found = None if summary.source.devices else _on_cpu(summary)[0]
-    return BOUND_BY[found]
+    return BOUND_BY.get(found) or WORDS[found].removesuffix("-bound")
 
 
 def _persistent(summary: Summary) -> str:
@@ -512,9 +505,9 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         seen = part_of(first.cpu_us, usual, "instead of")
         this, *_, typical, unit = seen.split()
         if this == typical:
-            return Verdict(False, f"it takes {this} {unit}, as the typical step does", _cores_in_use(summary))
+            return Verdict(False, f"it takes {this} {unit}, as the typical step does")
         is_slower = "it is hardly slower" if more > 0 else "it is not slower"
-        return Verdict(False, f"{is_slower}: {seen}", _cores_in_use(summary))
+        return Verdict(False, f"{is_slower}: {seen}")
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
     gap_unit, shown = in_one_unit(gaps[:3])
     seen = (
@@ -587,7 +580,7 @@ def steps_are_alike(summary: Summary) -> Verdict:
     wide = [one for one in summary.steps if one.times_the_typical is not None]
     why = cause(summary, wide[0]) if wide else None
     seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
-    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else _cores_in_use(summary))
+    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
 
 
 @finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")

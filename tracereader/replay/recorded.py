@@ -4,7 +4,7 @@ import math
 
 from msgspec.structs import force_setattr, replace
 
-from tracereader.figures.pace import cold_spans, recorded_step_us, working_steps
+from tracereader.figures.pace import cold_spans, lanes_us, working_steps
 from tracereader.figures.steps import typical
 from tracereader.replay.changes import spans_of, without_cpu_time
 from tracereader.replay.graph import Builder, Graph, Reason, Refused
@@ -51,7 +51,7 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
         return Refused(Reason.NO_CPU_SLICES)
     usual = typical(trace)
     if recorded_us is None:
-        recorded_us = recorded_step_us(trace, usual)
+        recorded_us = max(lanes_us(trace, usual).values())
     if recorded_us <= 0:
         return Refused(Reason.NO_TIME)
     if trace.work and around is not None and (near := _steps_near(trace, around, recorded_us)) is not trace:
@@ -119,7 +119,7 @@ def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
         for first in sorted(range(total - count + 1), key=lambda first: abs(first - middle))[:TRIED]:
             steps = trace.steps[first : first + count]
             alone = replace(trace, steps=steps)
-            if not any(step.work for step in steps) or abs(recorded_step_us(alone, usual) - recorded_us) > least:
+            if not any(step.work for step in steps) or abs(max(lanes_us(alone, usual).values()) - recorded_us) > least:
                 continue
             # The middle one of three steps shows the steady state, even if the CPU is far ahead of the GPU.
             near = trace.steps[max(0, first - 1) : first + count]

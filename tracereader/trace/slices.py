@@ -483,7 +483,6 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     rank: Rank | None
     has_shapes: bool
     zeroed: int
-    crosses: bool  # whether an op or a call ends after the one in which it starts
     defects: Defects  # of the file: what is left out or replaced
     not_known: Counter  # slices on a device, of categories that this reader does not know, left out
     taken: Counter  # the same of a trace without any known work: taken for the device's work

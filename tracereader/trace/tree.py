@@ -202,7 +202,7 @@ def _built(
         # The marks come first, so that a call as long as its step lies inside it.
         ops = marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
         spans = [one for one in spans if not one.name.startswith(STEP)]
-    roots, crosses = _nest(ops)
+    roots = _nest(ops)
     _nest(overheads)
     for some in (work, nodes, inside):
         some.sort(key=_start)
@@ -247,7 +247,7 @@ def _built(
         op_names=op_names,
         trains=any(name.startswith((AUTOGRAD, OPTIMIZERS)) for name in op_names),
         frames=dict(frames),
-        modules=dict(grouped((root.track, root) for root in _nest(modules, MODULES_DEEP)[0])),
+        modules=dict(grouped((root.track, root) for root in _nest(modules, MODULES_DEEP))),
         forward_of={backward: forward for forward, backward in _arrows(flows, zero)},
         devices=devices,
         backend=backend_of(devices, called, _names_of_processes(events), categories, op_names)
@@ -259,7 +259,6 @@ def _built(
         of_no_process=one.unknown if one is not None else 0,
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
-        crosses=crosses,
         defects=document.defects,
         not_known=not_known,
         taken=taken,
@@ -325,14 +324,13 @@ def _is_length(us: float | decimal.Decimal | None) -> bool:
     return is_time(us) and us >= 0
 
 
-def _nest(all_slices: list, deepest: float = math.inf) -> tuple[list[Op], bool]:
+def _nest(all_slices: list, deepest: float = math.inf) -> list[Op]:
     """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
-    Also return whether a slice ends after the one in which it starts. deepest: slices inside so many others are left
-    out.
+    deepest: slices inside so many others are left out.
     """
     slices.sort_by_start(all_slices)
-    roots, crosses = [], False
+    roots = []
     for track in grouped((one.track, one) for one in all_slices).values():
         stack, ends, last = [], [], -math.inf  # last: the end of the innermost open slice
         for one in track:
@@ -341,13 +339,10 @@ def _nest(all_slices: list, deepest: float = math.inf) -> tuple[list[Op], bool]:
                 del stack[-1], ends[-1]
                 last = ends[-1] if ends else -math.inf
             end = start + one.dur
-            if end > last and ends:
-                if one.name.startswith(STEP):
-                    # The annotation still open around prof.step() crosses, not the step that begins in it.
-                    while ends and ends[-1] < end:
-                        del stack[-1], ends[-1]
-                else:
-                    crosses = True
+            if end > last and ends and one.name.startswith(STEP):
+                # The annotation still open around prof.step() crosses, not the step that begins in it.
+                while ends and ends[-1] < end:
+                    del stack[-1], ends[-1]
             if type(one) is Op and len(stack) < deepest:
                 if stack:
                     above = one.parent = stack[-1]
@@ -361,7 +356,7 @@ def _nest(all_slices: list, deepest: float = math.inf) -> tuple[list[Op], bool]:
             ends.append(end)
             last = end
     roots.sort(key=_start)
-    return roots, crosses
+    return roots
 
 
 class _Ties(msgspec.Struct):

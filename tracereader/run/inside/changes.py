@@ -412,10 +412,12 @@ class Changes:
 
         def end():
             self._searching = False
-            if kind.__call__ is found:  # what counts steps may have patched it since
+            found.is_over = True  # what counts steps may have patched it since, and then takes it back
+            if kind.__call__ is found:
                 kind.__call__ = original
             return kind.__call__ is original
 
+        found.beneath = original
         kind.__call__ = found
         torch.compile = compiled
         self._searching = True

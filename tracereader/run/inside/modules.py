@@ -31,20 +31,26 @@ class Notes:
 
     def start(self):
         """Note each call of Module.__call__ from now on, and return what does that in its place."""
-        call, note, is_compiling = self.torch.nn.Module.__call__, self.calls.extend, self.is_compiling
+        kind = self.torch.nn.Module
+        call, note, is_compiling = kind.__call__, self.calls.extend, self.is_compiling
         now, thread = time.time_ns, threading.get_native_id
 
         def __call__(module, *args, **kwargs):
             if is_compiling():  # the compiled code must not hold the notes
                 return call(module, *args, **kwargs)
+            compiled = _is_compiled(module)
+            if compiled:  # its code may hold for the usual __call__ only, and calls no module that could be noted
+                kind.__call__ = call
             began = now()
             try:
                 return call(module, *args, **kwargs)
             finally:
                 note((type(module), id(module), began, now(), thread()))
+                if compiled and self.undo is not None and kind.__call__ is call:
+                    kind.__call__ = __call__
 
         __call__.__wrapped__ = call
-        self.undo = self.patched(self.torch.nn.Module, "__call__", __call__)
+        self.undo = self.patched(kind, "__call__", __call__)
         return __call__
 
     def stop(self):
@@ -91,6 +97,12 @@ class Notes:
                 f'"ts": {_us(began - zero)}, "dur": {_us(ended - began)}, "args": {{"Python module id": {number}}}}},\n'
             )
         return "".join(slices).encode()
+
+
+def _is_compiled(module):
+    """Return whether torch.compile made this module, or its call."""
+    own = module.__dict__
+    return own.get("_compiled_call_impl") is not None or "_orig_mod" in own.get("_modules", ())
 
 
 def _us(ns):

@@ -16,8 +16,10 @@ SLOW = 1.5  # a step of another kind takes this many times the median
 MUCH_SLOWER = 4  # times the median; where a step takes as long, their geometric mean may separate the two kinds
 REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
 MOSTLY = 0.6
+LOOKED_AT = 1000  # steps among which slow ones are looked for: ten times as many take a second and more
 WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
 MORE = 1.25  # times as many steps before it is asked again whether they return: that reads files of the kernel
+TIMING = "timing steps without the profiler"
 NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
 
 
@@ -37,6 +39,9 @@ class Recording:
         self.phase = "warming up"
         self.steps_us, self.period = [], None
         self.awaited = 0  # steps that are timed before it is asked again whether slow ones return
+        self.again = False  # whether steps are timed once more after the recording
+        self.hasty = False  # because they took too little time together, so that they are recorded once more, too
+        self.recorded = 0
         self.profiler, self.left, self.active = None, 0, plan["active"]
         self.notes = None  # of modules' calls; the profiler makes its own with stacks
         self.names_modules = False
@@ -56,7 +61,7 @@ class Recording:
             "steps_us": self.steps_us,
             "steady": self.measuring.steady,
             "trace": self.trace,
-            "recorded": self.active if self.trace else 0,
+            "recorded": self.recorded,
             "names_modules": self.names_modules,
             **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
         }
@@ -73,36 +78,57 @@ class Recording:
             if session.leads and measuring.ready:
                 session.decide("time")
             if session.due("time"):
-                self.phase = "timing steps without the profiler"
                 session.steps.narrow()
                 session.settle()
-                measuring.begin()
-                if session.local_world_size == 1 and session.made is None:
-                    session.steps.hasten(measuring.quickly())
-        elif self.phase == "timing steps without the profiler":
-            if session.leads and measuring.enough and not self._awaits_period():
-                session.decide("profile", self._count())
-            if count := session.due("profile"):
+                self._time_steps()
+        elif self.phase == TIMING:
+            # When slow steps return takes many steps to find, and the caches are full late. A program that ends before
+            # leaves a trace, too: its steps are timed a second time after they are recorded.
+            what = "profile again" if self.trace else "profile"
+            if session.leads and measuring.enough:
+                awaits = self._awaits_period()
+                if not self.trace:
+                    self.hasty = measuring.hasty
+                    session.decide(what, (self._count(), awaits or self.hasty))
+                elif not awaits:
+                    count = self._count()
+                    session.decide(what, (count if self.hasty or count > self.active else 0, False))
+            if decided := session.due(what):
                 session.steps.hasten(None)
-                self.active = count
-                self.steps_us = measuring.finish()
-                self.period = period(self.steps_us)
-                if self.plan["modules"] and not self.plan["stacks"]:
-                    self._note_modules()
-                self._profile(1, DISCARDED, None)
-                self.phase = "starting the profiler"
+                self._timed(*decided)
         elif self.phase == "recorded":
             if session.leads and session.all_are_done():
                 session.decide("end")
             if session.due("end"):
                 session.end_program()
 
+    def _time_steps(self):
+        session = self.session
+        self.phase = TIMING
+        self.measuring.begin(self.trace is None)
+        if session.local_world_size == 1 and session.made is None:
+            session.steps.hasten(self.measuring.quickly())
+
+    def _timed(self, count, again):
+        """Record so many steps now that they are timed; none if those that are recorded will do."""
+        times = self.measuring.finish()
+        if not count:
+            self._end()
+            return
+        self.active, self.again, self.steps_us = count, again, times
+        self.period = period(times)
+        if self.plan["modules"] and not self.plan["stacks"]:
+            self._note_modules()
+        self._profile(1, DISCARDED, None)
+        self.phase = "starting the profiler"
+
     def _awaits_period(self):
         measuring, plan = self.measuring, self.plan
         if len(measuring.marks) - 1 < self.awaited:
             return True
         times = measuring.without_others()
-        if not any(0 < len(_slow(times, limit)) < REPEATS for limit in _limits(times)):
+        least = 0 if self.trace else 1  # slow steps: some were seen before the recording
+        if not any(least <= len(_slow(times, limit)) < REPEATS for limit in _limits(times)):
             return False
         self.awaited = MORE * len(times)
         return len(times) < WAIT_FOR_PERIOD * plan["most"] and sum(times) < 1e6 * WAIT_FOR_PERIOD * plan["seconds"]
@@ -159,8 +185,16 @@ class Recording:
                 self.notes.clear()
             self._profile(1, self.active, self._write)
             return
-        self.phase = "recorded"
         self._end_notes()
+        if self.again:
+            self.session.write_result()  # which a program that is killed leaves
+            self.session.result = {}
+            self._time_steps()
+        else:
+            self._end()
+
+    def _end(self):
+        self.phase = "recorded"
         self._unwatch()
         self.session.why = "recorded"
         self.session.done()
@@ -191,7 +225,7 @@ class Recording:
                 target.write(source.read(place - brace) + slices)
                 shutil.copyfileobj(source, target, 1 << 20)
             os.replace(packed, path)
-            self.trace = path
+            self.trace, self.recorded = path, self.active
         finally:
             for each in (raw, packed):
                 with contextlib.suppress(OSError):
@@ -288,6 +322,7 @@ def _opened(path, packed):
 
 def period(times_us):
     """Return after how many steps a slow one returns; None if it does not, as where other programs make steps slow."""
+    times_us = times_us[-LOOKED_AT:]
     for limit in _limits(times_us):
         slow = set(_slow(times_us, limit))
         for distance in range(2, (len(times_us) - 1) // (REPEATS - 1) + 1):

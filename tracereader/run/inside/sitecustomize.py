@@ -41,28 +41,29 @@ class _OnImport:
     def find_spec(self, name, path=None, target=None):
         if name not in self.then:
             return None
-        then = self.then.pop(name)
-        if not self.then and self in sys.meta_path:
-            sys.meta_path.remove(self)
         for finder in list(sys.meta_path):
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find else None
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    _after(spec.loader, then)
+                    self._follow(name, spec.loader)
                 return spec
         return None
 
+    def _follow(self, name, loader):
+        """Have a loader call the function. Who asks for a module need not import it: transformers asks for torch."""
+        execute = loader.exec_module
 
-def _after(loader, then):
-    execute = loader.exec_module
+        def executed(module):
+            del loader.exec_module
+            execute(module)
+            then = self.then.pop(name, None)
+            if not self.then and self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if then is not None:
+                then(module)
 
-    def executed(module):
-        del loader.exec_module
-        execute(module)
-        then(module)
-
-    loader.exec_module = executed
+        loader.exec_module = executed
 
 
 def _begin(torch):

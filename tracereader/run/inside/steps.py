@@ -111,7 +111,8 @@ class Steps:
 
         __init__.__wrapped__ = make
         self._patch(kind, "__init__", __init__)
-        self.usual_call = torch.nn.Module.__call__
+        call = torch.nn.Module.__call__
+        self.usual_call = getattr(call, "beneath", call)  # below the one that changes how modules are called
         self._watch_calls([torch.nn.Module])
         self._watch_graphs(getattr(torch.cuda, "CUDAGraph", None))
 
@@ -211,20 +212,32 @@ class Steps:
         self.classes.add(kind)
         call, busy, fast, traced, backward = kind.__call__, self.busy, self.fast, self.traced, self.backward
         is_usual = call is self.usual_call  # otherwise it calls the usual one itself
+        # Layers of transformers call nn.Module's __call__ by its name, so that their compiled code holds for that
+        # method only. It therefore finds its own: another one would have the model compiled again when we leave.
+        usual = self.usual_call if kind is self.torch.nn.Module else None
 
         def __call__(module, *args, **kwargs):
             # A program may keep a module's call while it makes many steps, as generate() does.
             run = (is_usual and self.noted) or call
-            if busy.inside:
+            if busy.inside or traced():
                 return run(module, *args, **kwargs)
+            if fast and fast[0]() is not module:
+                self.others += 1
+                if self.others <= OTHERS:
+                    return run(module, *args, **kwargs)
+                fast.clear()
             busy.inside = True
+            if usual:
+                kind.__call__ = usual
             try:
                 result = run(module, *args, **kwargs)
             finally:
                 busy.inside = False
-            if traced():
-                return result
-            if not fast or fast[0]() is not module or backward() != NO_BACKWARD or not fast[1]():
+                if usual and kind in self.classes and kind.__call__ is usual:
+                    kind.__call__ = __call__
+            if fast and backward() == NO_BACKWARD and fast[1]():
+                self.others = 0
+            else:
                 self._called(module)
             return result
 
@@ -376,7 +389,8 @@ def patched(owner, name, new):
 
     def back():
         if vars(owner).get(name) is new:  # or somebody else has patched it since
-            setattr(owner, name, old) if own else delattr(owner, name)
+            before = old.beneath if getattr(old, "is_over", False) else old  # the search for modules has ended
+            setattr(owner, name, before) if own else delattr(owner, name)
 
     return back
 
