@@ -97,8 +97,8 @@ OF_RANKS = ALWAYS_THERE | {
     "in_short": list[str],
     "opportunities": tuple[Opportunity, ...],
 }
-# Left out where nothing was sampled.
-MAY_LACK = ("counters", "inside")
+# Left out where no kernel recorded its phases.
+MAY_LACK = ("inside",)
 
 
 def types_of_a_trace() -> dict[str, object]:

@@ -100,7 +100,6 @@ def a_committed_trace_is_read_once_for_several_reports():
     from tracereader.command import DEFAULT_LIMIT
     from tracereader.figures import reading
     from tracereader.show import as_json, comparison, page, report
-    from tracereader.show.page import compared
     from tracereader.show.view import View
     from tracereader.trace import StepsBy, TraceError
 
@@ -141,7 +140,7 @@ def a_committed_trace_is_read_once_for_several_reports():
         patch.setattr(reading, "_one", one)
         for module in (cli, reading, rank_changes):
             patch.setattr(module, "gc", without_collections)
-        for module in (as_json, comparison, compared, page, report):
+        for module in (as_json, comparison, page, report):
             patch.setattr(module, "opportunities", references.proposals_of)
         yield
 

@@ -196,7 +196,7 @@ def test_each_activity_of_two_steps_is_counted_once(before, after):
         assert counted == Counter(one["name"] for one in raw_work(*typical(file)))
 
 
-def test_a_comparisons_measurements_have_no_sentences(tmp_path):
+def test_a_comparison_names_flags_ops_and_kernels_that_changed(tmp_path):
     flags = [{"script": "x", "flags": {"size": size, "compile": on}} for size, on in ((64, False), (128, True))]
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)), ("aten::t", []), lesson=flags[0])
     other = made(tmp_path, "other", *products((OTHER_NVJET, 90)), lesson=flags[1])
@@ -204,8 +204,6 @@ def test_a_comparisons_measurements_have_no_sentences(tmp_path):
     found = changed_work.changed_work(*sides)
     assert found.gone == (changed_work.Named(NVJET, 2, 2, 82.0),)
     assert found.new == (changed_work.Named(OTHER_NVJET, 1, 1, 90.0),)
-    ops = compare.ops(*sides)
-    assert (ops.gone, ops.new, ops.calls) == (("aten::t",), (), {"aten::mm": (2, 1)})
-    assert compare.flags(*sides) == [
-        compare.FlagChange("size", "64", "128"), compare.FlagChange("compile", None, True),
-    ]  # fmt: skip
+    told = sentences.difference(*sides)
+    assert told.ops_changed == ("ops gone: aten::t", "calls: aten::mm 2 → 1")
+    assert told.flags_changed == ("flags: --size 64 → --size 128; without --compile → --compile",)

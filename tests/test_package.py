@@ -148,7 +148,7 @@ def test_a_small_report_imports_no_part_of_rich_that_it_does_not_print():
     assert not {"pygments", "markdown_it", "subprocess", "socket", "concurrent.futures", "importlib.metadata"} & modules
     others = ("comparison", "ranks", "merged", "perfetto", "as_json")
     assert not {f"tracereader.show.{name}" for name in others} & modules
-    assert not {"tracereader.trace.remote", "fsspec", "aiohttp", "distributed", "dask", "google.protobuf"} & modules
+    assert not {"tracereader.trace.remote", "fsspec", "aiohttp", "google.protobuf"} & modules
 
 
 def test_the_patterns_of_kernel_names_are_compiled_when_a_name_needs_them():

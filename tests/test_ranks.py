@@ -750,7 +750,7 @@ def test_a_killed_process_is_reported(monkeypatch):
 def test_each_reason_for_leaving_a_trace_out_has_words():
     reasons = get_args(NotRead.__annotations__["reason"])
     told = [findings.why_not_read(NotRead(reason, "its text", 3, 8, 4, 2.5)) for reason in reasons]
-    assert len(told) == 13 and all(told)
+    assert len(told) == 10 and all(told)
 
 
 def test_perfetto_gets_one_trace_in_which_the_ranks_are_distinguished(tmp_path):

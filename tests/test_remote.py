@@ -1,4 +1,4 @@
-"""Traces behind URLs, and ranks that a cluster reads, give the reports of local files, or a refusal in one line."""
+"""Traces behind URLs give the reports of local files, or a refusal in one line."""
 
 import collections
 import contextlib
@@ -9,13 +9,10 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
-from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,13 +21,13 @@ import psutil
 import pytest
 from references import H200, ROOT
 
-from tracereader import cli, cluster, progress
-from tracereader.command import BadInput, install_command
+from tracereader import cli, progress
+from tracereader.command import install_command
 from tracereader.figures import reading
 from tracereader.figures.rank import NotRead
 from tracereader.findings.ranks import why_not_read
 from tracereader.show import perfetto
-from tracereader.trace import TraceError, remote
+from tracereader.trace import remote
 from tracereader.trace.document import located, path_of
 
 SMALL = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
@@ -175,9 +172,7 @@ def test_a_url_is_read_like_the_file(server, memory, capsys, words, where):
         assert without_paths(ours) == without_paths(local)
 
 
-URL_COMMANDS = re.findall(
-    r"^uv run read-trace ((?!--cluster).*?\w://.*?)(?: {3}.*)?$", (ROOT / "docs/ranks.md").read_text(), re.M
-)
+URL_COMMANDS = re.findall(r"^uv run read-trace (.*?\w://.*?)(?: {3}.*)?$", (ROOT / "docs/ranks.md").read_text(), re.M)
 
 
 def test_the_page_has_commands_with_urls():
@@ -338,7 +333,7 @@ def test_the_extras_install_what_refusals_name():
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["remote"][0].startswith(remote.WITH_HTTP) and extras["cluster"][0].startswith(cluster.PACKAGE)
+    assert extras["remote"][0].startswith(remote.WITH_HTTP)
 
 
 # Servers that fail.
@@ -612,7 +607,7 @@ def test_credentials_are_sent_and_never_printed(server, tmp_path, capsys):
         ("http://somebody:hunter2@host:port/x.json",), ("s3://somebody:hunter2@b/x.json?deadbeef",),
         (f"nothing://{user}b/x.json{query}",), (SMALL, "--capture", urls[0]), (urls[0], "--capture", urls[1], "--json"),
         (SMALL, "--capture", server.url("none.json", user) + query), (SMALL, "--export", urls[0]),
-        (SMALL, "--html", urls[0]), (*RANKS, "--cluster", "tcp://somebody:hunter2@127.0.0.1:1"),
+        (SMALL, "--html", urls[0]),
     ):  # fmt: skip
         cli.main([str(word) for word in words])
         told = "".join(capsys.readouterr()) + (page.read_text() if page.is_file() else "")
@@ -656,18 +651,11 @@ def listing(pages):
     return rule
 
 
-def test_the_list_of_a_folder_is_bounded(server, capsys, monkeypatch):
+def test_the_list_of_a_folder_is_bounded(server, capsys):
     server.rules["/many/"] = listing(pages=300)
     said = refused(capsys, server.url("many/"))
     assert "it names 300,000 traces, more than 20,000: name fewer with wildcards" in said
     assert sum(server.asked.values()) == 1
-    monkeypatch.setattr(remote, "LISTING_BYTES", 1_000_000)
-    for name in ("endless/", "endless/*.json"):
-        server.rules["/endless/"] = listing(pages=10**9)
-        assert "its list of files has more than 1,000,000 bytes" in refused(capsys, server.url(name))
-    monkeypatch.setattr(remote, "LISTING_BYTES", 1 << 40)
-    monkeypatch.setattr(remote, "SILENT_S", 0.5)
-    assert "or takes over 0.5 seconds" in refused(capsys, server.url("endless/"))
 
 
 def half(begun, size, sent=500_000):
@@ -739,71 +727,44 @@ def test_a_terminal_shows_the_progress_of_a_download(server, monkeypatch, capsys
 # What reads them.
 
 
-def kept(paths, **options):
-    found, why = reading.read_ranks(paths, 10**9, None, **options)
+def kept(paths):
+    found, why = reading.read_ranks(paths, 10**9, None)
     return [one.rank for one in found], why
 
 
-def test_ranks_are_read_on_any_executor(tmp_path):
+def test_several_processes_read_what_one_reads(tmp_path, monkeypatch):
     expected = reading.read_ranks(RANKS, 10**9, None)
     broken = tmp_path / "broken.json"
     broken.write_bytes(b"{")
-    with ThreadPoolExecutor(2) as threads:
-        found, why = reading.read_ranks([*RANKS, broken], 10**9, None, threads)
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    found, why = reading.read_ranks([*RANKS, broken], 10**9, None)
     assert found == expected[0] and why.keys() == {str(broken)}
 
 
-def test_a_failure_of_an_executor_is_reported_beside_the_other_ranks():
-    """The first rank is read, and the Executor fails with the others."""
-    raised = [
-        ModuleNotFoundError("no", name="tracereader"),
-        RuntimeError("a\nb"),
-        type("KilledWorker", (Exception,), {})(),
-    ]
+def test_a_process_that_cannot_start_is_reported_beside_the_other_ranks(monkeypatch):
+    """The first rank is read, and the system refuses to start a process for the other one."""
+    start, started = reading._Reader._start, []
 
-    class Fails:
-        def submit(self, ask, *task):
-            future = Future()
-            if not self.asked:
-                future.set_result(ask(*task))
-            elif self.asked == 4:
-                future.cancel()
-                future.set_running_or_notify_cancel()
-            elif self.asked == 5:
-                future.set_result(b"\x01")
-            else:
-                future.set_exception(raised[self.asked - 1])
-            self.asked += 1
-            return future
+    def refused_later(reader):
+        started.append(reader)
+        if len(started) > 1:
+            raise OSError(12, "Cannot allocate memory")
+        start(reader)
 
-        asked = 0
-
-    paths = [RANKS[0], *(Path(f"/{number}.json") for number in range(1, 6))]
-    ranks, why = kept(paths, executor=Fails())
-    assert ranks == [0]
-    assert [why_not_read(one) for one in why.values()] == [
-        "the process that read it has no module tracereader: install the reader there",
-        "RuntimeError: a b",
-        "the process that read it was killed",
-        "the cluster dropped it",
-        "the process that read it has another version of the reader",
-    ]
+    monkeypatch.setattr(reading._Reader, "_start", refused_later)
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    ranks, why = kept(RANKS)
+    (said,) = map(why_not_read, why.values())
+    assert len(ranks) == 1 and said == "OSError: [Errno 12] Cannot allocate memory"
 
 
-@pytest.mark.parametrize("how", ["threads", pytest.param("processes", marks=pytest.mark.exhaustive)])
-def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, how):
+def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch):
     server.rules["/slow.json"] = lambda handler, asked: server.over.wait()
     # The slow one is given up as soon as it is the last.
     monkeypatch.setattr(reading, "_patience", lambda took, answers: 0 if answers == 2 else 60)
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
-    paths = [path_of(server.url("slow.json")), *RANKS]
-    if how == "processes":
-        monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
-        ranks, why = kept(paths)
-    else:
-        with ThreadPoolExecutor(2) as threads:
-            ranks, why = kept(paths, executor=threads)
-            server.over.set()
+    monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
+    ranks, why = kept([path_of(server.url("slow.json")), *RANKS])
     assert ranks == [0, 1]
     (said,) = map(why_not_read, why.values())
     assert said.startswith("the process that reads it did not answer: nothing has arrived for ")
@@ -842,149 +803,19 @@ def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch, kills):
     assert kept(paths) == (([0, 1], {}) if kills == 1 else ([1], {str(paths[0]): NotRead("killed")}))
 
 
-# A cluster.
-
-
-@pytest.fixture(scope="module")
-def dask():
-    """Yield a cluster of two workers on this machine, each in a process."""
-    import dask
-    from distributed import LocalCluster
-
-    with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", silence_logs=50
-        ) as one,
-    ):
-        yield one
-
-
-@pytest.mark.exhaustive  # the cluster's processes take several seconds to start
-def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
-    """Hostile files are named, and the report equals that of the same files read without a cluster."""
-    (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
-    server.rules["/fsdp_rank3.json.gz"] = status(403)
-    (server.folder / "fsdp_rank3.json.gz").write_bytes(b"")
-    for words in ((server.url("fsdp*"), "--ranks", "--json"), (*RANKS, "--only", "short")):
-        here = printed(capsys, *words)
-        assert printed(capsys, *words, "--cluster", dask.scheduler_address) == here
-
-
-@pytest.mark.exhaustive  # Dask starts a worker anew five times
-def test_a_worker_that_dies_is_replaced(dask, server, capsys):
-    """After one death another worker reads the rank. After as many as the cluster tolerates, the rank is left out."""
-    pids = lambda: [one.pid for one in psutil.Process().children(recursive=True)]  # noqa: E731
-    words = (server.url("fsdp*"), "--json=all", "--cluster", dask.scheduler_address)
-    server.rules["/fsdp_rank0.json.gz"] = killing(pids, 1)
-    assert json.loads(printed(capsys, *words))["not_read"] == {}
-    server.asked.clear()
-    (server.folder / "fsdp_rank2.json.gz").write_bytes(b"")
-    server.rules |= {"/fsdp_rank0.json.gz": None, "/fsdp_rank2.json.gz": killing(pids, 99)}
-    found = json.loads(printed(capsys, *words))
-    assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): "the process that read it was killed"}
-
-
-@pytest.mark.exhaustive
-def test_a_trace_that_only_the_workers_reach_is_reported(dask, server, capsys, monkeypatch):
-    """The rest of the report needs no trace on this machine."""
+def test_a_trace_that_cannot_be_read_again_is_reported(server, capsys, monkeypatch):
+    """The rest of the report needs no second read."""
 
     def unreachable(*about):
         raise OSError("no route")
 
-    monkeypatch.setattr(remote, "fetched", unreachable)
-    said = printed(capsys, server.url("fsdp*"), "--cluster", dask.scheduler_address, "--only", "short,try")
+    def read_once(*about):
+        found = read_ranks(*about)
+        monkeypatch.setattr(remote, "fetched", unreachable)
+        return found
+
+    read_ranks = reading.read_ranks
+    monkeypatch.setattr(reading, "read_ranks", read_once)
+    said = printed(capsys, server.url("fsdp*"), "--only", "short,try")
     assert "in short   rank 0 keeps the others waiting" in said
     assert "the trace of a rank cannot be read again on this machine" in said
-
-
-@pytest.mark.exhaustive
-def test_an_address_without_a_scheduler_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
-        port = closed.server_port
-    for address, says in (
-        (f"tcp://127.0.0.1:{port}", "no Dask scheduler answers there"),
-        ("127.0.0.1", "no such address (missing port number in address '127.0.0.1')"),
-        ("http://127.0.0.1:1", "no such address (unknown address scheme 'http'"),
-        ("", "no such address (it is empty)"),
-    ):
-        said = refused(capsys, RANKS[0], "--cluster", address)
-        assert said.startswith(f"read-trace: --cluster {address}: {says}")
-
-
-def test_a_scheduler_that_says_nothing_is_refused():
-    """The address accepts connections and never answers. The end of the wait ends the process, so it is another one."""
-    program = "from tracereader import cli, cluster; cluster.SILENT_S = 0.2; cli.main()"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        words = [sys.executable, "-c", program, RANKS[0], RANKS[1], "--cluster", address]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    told = f"-c: --cluster {address}: no Dask scheduler answers there\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
-
-
-@pytest.mark.exhaustive
-def test_a_scheduler_without_workers_is_refused(capsys, monkeypatch):
-    from distributed import LocalCluster
-
-    monkeypatch.setattr(cluster, "WORKER_S", 0.1)
-    with LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50) as empty:
-        assert "the scheduler has no worker" in refused(capsys, RANKS[0], "--cluster", empty.scheduler_address)
-
-
-def test_flags_that_a_cluster_excludes_are_refused(capsys, monkeypatch):
-    for flags, says in (
-        (("--open",), "--open reads every trace on this machine: leave out --cluster"),
-        (("--export", "all.json"), "--export reads every trace on this machine: leave out --cluster"),
-        (("--against", "h200"), "--cluster compares the ranks of one run"),
-        (("--markdown",), "--markdown is for a comparison"),
-    ):
-        assert says in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1", *flags)
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    assert install_command("distributed") in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1")
-    with pytest.raises(BadInput, match="needs Dask"), cluster.workers_of("tcp://127.0.0.1:1"):
-        pass
-
-
-def test_a_trace_is_refused_as_a_library_refuses_it():
-    with pytest.raises(TraceError, match="no such file"):
-        located("memory://none/")
-
-
-class Drips(SimpleHTTPRequestHandler):
-    """Sends a byte each tenth of a second."""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            for _ in range(300):
-                self.wfile.write(b" ")
-                self.wfile.flush()
-                time.sleep(0.1)
-
-    def log_message(self, *words):
-        pass
-
-
-def test_a_server_that_sends_almost_nothing_is_given_up(monkeypatch, capsys):
-    monkeypatch.setattr(remote, "SILENT_S", 1)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Drips) as slow:
-        threading.Thread(target=slow.serve_forever, daemon=True).start()
-        assert cli.main([f"http://127.0.0.1:{slow.server_port}/a.json"]) == 2
-        slow.shutdown()
-    assert re.search(r"the server sent \d+ bytes in 1 seconds, too few to go on", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("address", ["http://[::1/x.json", "HTTP://u:secret@[::1/", "https://[::1/*.json"])
-def test_an_invalid_address_is_refused_in_one_line(address, capsys):
-    assert cli.main([address]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("(not a valid URL: Invalid IPv6 URL)") and "secret" not in line
-
-
-def test_a_protocol_may_be_in_capitals(capsys):
-    assert cli.main(["HTTP://127.0.0.1:1/x.json"]) == 2
-    assert "Connect call failed" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def read(file: str | Path, *, steps: str | None = None, whole: bool = False, cap
 def read_ranks(files: str | Path | Iterable[str | Path]) -> RanksSummary:
     """Return the measurements of one run's ranks, read together: a folder with their traces, or the traces.
 
-    Raises TraceError if a folder has no traces, and BadInput if none of them is one of a rank.
+    Raises BadInput: TraceError if a folder has no traces, and otherwise if none of them is one of a rank.
     """
     paths = in_folder(Path(files)) if isinstance(files, str | Path) else list(map(Path, files))
     summary, _ = ranks.opened(paths, View())
@@ -156,7 +156,7 @@ def read_ranks(files: str | Path | Iterable[str | Path]) -> RanksSummary:
 def compare(before: Run, after: Run) -> str:
     """Return the text of `read-trace BEFORE AFTER`: what changed from the first run to the second one."""
     view = View()
-    proposed = comparison.proposed_by(before.trace, before.summary, view)
+    proposed = comparison.proposed_by(before.trace, before.summary)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         comparison.side_by_side([before.summary, after.summary], view, False, [proposed])

@@ -3,11 +3,10 @@
 import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
 
 # isort: split
-import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +49,6 @@ def main(argv=None):
     option("--process", metavar="NAME", help=one)
     switch("--ranks", help="read the traces as the ranks of one run, even if their files do not say so")
     option("--rank", type=not_negative, metavar="N", help="show one of several ranks in full")
-    option("--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address")
     switch("--previous", help="compare each trace with the one before it, not with the first")
     reference = "compare with the same run's reference trace of that machine (h200, cpu)"
     option("--against", metavar="MACHINE", help=reference)
@@ -86,15 +84,13 @@ def main(argv=None):
     args.traces = [path for paths in jobs for path in paths]
     # A folder of captures is looked into later.
     args.capture = [path for one in args.capture for path in (_located(one) if is_url(one) else [Path(one)])]
-    args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
         _refuse_beside_html(args)
     if args.export is not None:
         _refuse_beside_export(args)
     if args.ranks and (args.previous or args.against):
-        flag = "--ranks" if args.cluster is None else "--cluster"
-        raise BadInput(f"{flag} compares the ranks of one run: leave out --previous and --against")
+        raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
     if args.ranks and args.capture:
         raise BadInput("--capture takes one trace: leave out --ranks")
     if len(jobs) > 1 and any(len(paths) > 1 for paths in jobs):
@@ -175,7 +171,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
     summaries, proposed = [summary], []
     for path in args.traces[1:]:
         if runs is None and not args.markdown and (args.previous or not proposed):
-            proposed.append(comparison.proposed_by(trace, summary, view))
+            proposed.append(comparison.proposed_by(trace, summary) if view.shows("short") else ())
         summary.cpu.keep()
         del trace
         gc.collect()  # frees the trace: parents and children refer to each other
@@ -199,25 +195,13 @@ def _compare(args, view, first: list, summary, limits) -> None:
             raise RunFailed("; ".join(crossings))
 
 
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Turn a TraceError into BadInput."""
-    from tracereader.trace.document import TraceError
-
-    try:
-        yield
-    except TraceError as problem:
-        raise BadInput(problem) from None
-
-
 def _located(named: str) -> list[Path]:
     """Return the traces that an argument names. Raises BadInput."""
     if not is_url(named) and not os.path.isdir(named):
         return [Path(named)]
     from tracereader.trace.document import located
 
-    with _refused():
-        return located(named)
+    return located(named)
 
 
 def _front_ends(args, jobs: list[list[Path]]) -> list[Path]:
@@ -238,9 +222,8 @@ def _require(paths: Iterable[Path]) -> None:
     """Raise BadInput for a file that is no trace, as far as its first bytes tell."""
     from tracereader.trace.document import refuse_at_once
 
-    with _refused():
-        for path in paths:
-            refuse_at_once(path)
+    for path in paths:
+        refuse_at_once(path)
 
 
 def _limits(args) -> list:
@@ -269,8 +252,7 @@ def _refuse_beside_html(args) -> None:
     if args.capture:
         from tracereader.trace.capture import files_of
 
-        with _refused():
-            captures = files_of(args.capture)
+        captures = files_of(args.capture)
     files.refuse_early(args.html, args.force, [*args.traces, *captures])
 
 
@@ -298,7 +280,7 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
 
     if not all(map(reading.are_ranks, jobs)):
         return False
-    # --ranks and --cluster read all traces as one job.
+    # --ranks reads all traces as one job.
     others = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank",
               "process", "steps", "whole")  # fmt: skip
     _refuse(args, others, "--{} is not for a comparison of jobs: name the ranks of one job")
@@ -317,19 +299,11 @@ def _as_ranks(args) -> bool:
         return False
     why = "--{} is for traces of one process: leave it out, or name the trace of one rank"
     _refuse(args, ("whole", "steps", "process"), why)
-    if args.cluster:
-        _refuse(args, ("open", "export"), "--{} reads every trace on this machine: leave out --cluster")
     from tracereader.show import export, perfetto, ranks
     from tracereader.show.view import View
 
     view = View.of(args, rank=args.rank, left_out=args.left_out)
-    with contextlib.ExitStack() as stack:
-        executor = None
-        if args.cluster is not None:
-            from tracereader.cluster import workers_of
-
-            executor = stack.enter_context(workers_of(args.cluster))
-        found = ranks.opened(args.traces, view, args.limit, args.ranks, executor)
+    found = ranks.opened(args.traces, view, args.limit, args.ranks)
     if found is None:
         return False
     summary, traces = found
@@ -344,8 +318,7 @@ def _as_ranks(args) -> bool:
     else:
         ranks.explain(summary, traces, view, args.limit)
     if args.open or args.export is not None:
-        with _refused():
-            name, content = export.merged(summary, args.limit)
+        name, content = export.merged(summary, args.limit)
         if args.open:
             perfetto.hand_over(name, content)
         else:

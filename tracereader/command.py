@@ -165,16 +165,6 @@ class OneLineParser(argparse.ArgumentParser):
         print(message or "", end="", file=file, flush=True)
 
 
-def positive(text: str) -> int:
-    """Return a whole number from 1 up."""
-    return _whole(text, least=1)
-
-
-def not_negative(text: str) -> int:
-    """Return a whole number from 0 up."""
-    return _whole(text, least=0)
-
-
 def _whole(text: str, least: int) -> int:
     shown = text if len(text) <= LONG_WORD else f"{text[:LONG_WORD]}…, of {len(text):,} characters,"
     digits = re.fullmatch(r"\s*([-+]?)0*(\d+)\s*", text)
@@ -189,3 +179,6 @@ def _whole(text: str, least: int) -> int:
     if number >= 2**63:
         raise argparse.ArgumentTypeError(f"{shown} is too large")
     return number
+
+
+positive, not_negative = (functools.partial(_whole, least=least) for least in (1, 0))  # types of flags

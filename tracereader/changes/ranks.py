@@ -137,7 +137,7 @@ def opportunities(
         show(f"reading rank {rank.rank} again")
         try:
             trace = read(Path(path), limit)
-        except TraceError:  # perhaps only the workers of a cluster reach it
+        except TraceError:  # the file may have been removed, or its server stopped
             return Refused(Reason.NOT_READ)
         show(f"replaying the steps of rank {rank.rank}")
         graph = graph_of(trace)

@@ -124,15 +124,15 @@ class Lane(msgspec.Struct, frozen=True):
 class NotRead(msgspec.Struct, frozen=True):
     """Why the trace of a rank is left out.
 
-    detail: the reader's message (unreadable), a module's name (no_module), an exception's text (failed), the path of
-    the trace that is kept (same_rank), or the name of a step that most others have (no_common_step). rank, world_size:
-    of this trace. other_world_size: of the other traces. seconds: between this recording and the others (other_time),
-    or without an answer (no_answer).
+    detail: the reader's message (unreadable), an exception's text (failed), the path of the trace that is kept
+    (same_rank), or the name of a step that most others have (no_common_step). rank, world_size: of this trace.
+    other_world_size: of the other traces. seconds: between this recording and the others (other_time), or without an
+    answer (no_answer).
     """
 
     reason: Literal[
-        "unreadable", "no_rank", "other_world_size", "other_time", "same_rank", "no_answer", "other_version", "dropped",
-        "killed", "no_module", "failed", "no_common_step", "front_end",
+        "unreadable", "no_rank", "other_world_size", "other_time", "same_rank", "no_answer", "killed", "failed",
+        "no_common_step", "front_end",
     ]  # fmt: skip
     detail: str = ""
     rank: int = 0

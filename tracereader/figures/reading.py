@@ -1,4 +1,4 @@
-"""Reads the traces of many ranks, in processes of this machine or on any Executor. answer() reads one rank."""
+"""Reads the traces of many ranks, in several processes if that is faster."""
 
 import contextlib
 import gc
@@ -8,10 +8,11 @@ import queue
 import re
 import subprocess
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,8 +34,7 @@ WORTH_A_PROCESS = 40e6
 MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
 # The least share of the files that name different ranks of one run.
 ORDERLY = 0.75
-# Seconds without an answer after which the missing ranks are given up. Before the first answer a cluster may still
-# start workers. A trace of 1 GB takes one to two minutes.
+# Seconds without an answer after which the missing ranks are given up. A trace of 1 GB takes one to two minutes.
 FIRST_ANSWER_S, NEXT_ANSWER_S = 600.0, 180.0
 # Concurrent requests. A request takes a tenth of a second, and there may be a thousand URLs.
 REQUESTS = 32
@@ -45,8 +45,6 @@ OF_A_DEVICE = re.compile(
 )
 STAMP = re.compile(rb'"ts"\s*:\s*"?(\d{1,16}(?:\.\d+)?)')
 T = TypeVar("T")
-# A function that reads a rank. It takes the path or URL, the limit of JSON and the step to draw, and returns bytes.
-Answer = Callable[[bytes, int, "int | None"], bytes]
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -129,19 +127,10 @@ def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
         return list(pool.map(ask, paths))
 
 
-def read_ranks(
-    paths: Sequence[Path], limit: int, step: int | None, executor: Executor | None = None
-) -> tuple[list[RankTrace], dict[str, NotRead]]:
-    """Return what is kept of each trace that can be read; by path, why each of the others cannot.
-
-    executor: calls answer() for each rank; it must be able to import this module and to read the paths. None: the ranks
-    are read in processes of this machine, or in this process if more would not be faster.
-    """
-    if executor is not None:
-        found = _gathered(executor, answer, paths, limit, step)
-    elif (processes := _processes(_of_each(_json_bytes, paths))) > 1:
-        with _processes_here(processes) as (threads, hand_over):
-            found = _gathered(threads, hand_over, paths, limit, step)
+def read_ranks(paths: Sequence[Path], limit: int, step: int | None) -> tuple[list[RankTrace], dict[str, NotRead]]:
+    """Return what is kept of each trace that can be read; by path, why each of the others cannot."""
+    if (processes := _processes(_of_each(_json_bytes, paths))) > 1:
+        found = _in_processes(processes, paths, limit, step)
     else:
         found = [_one(path, limit, step) for path in paths]
     kept = [one for one in found if isinstance(one, RankTrace)]
@@ -156,57 +145,51 @@ def _json_bytes(path: Path) -> float:
     return 20 * size if packed else size  # gzip makes the profiler's JSON about 14 times smaller
 
 
-def _gathered(
-    executor: Executor, ask: Answer, paths: Sequence[Path], limit: int, step: int | None
-) -> list[RankTrace | NotRead]:
+def _in_processes(count: int, paths: Sequence[Path], limit: int, step: int | None) -> list[RankTrace | NotRead]:
     """Return what is kept of each trace, or why it cannot be read. Ranks that do not answer in time are given up."""
-    arrived: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
-    found: list[RankTrace | NotRead | None] = [None] * len(paths)
-    pending: dict[int, Future] = {}
+    readers = [_Reader() for _ in range(count)]
+    todo: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[int, RankTrace | NotRead]] = queue.SimpleQueue()
+    for task in enumerate(paths):
+        todo.put(task)
+
+    def read_some(reader: _Reader) -> None:
+        with contextlib.suppress(queue.Empty):
+            while not reader.is_over:
+                number, path = todo.get_nowait()
+                arrived.put((number, reader.read(path, limit, step)))
+
+    def kill() -> None:
+        for reader in readers:
+            reader.kill()
+
+    threads = [threading.Thread(target=read_some, args=(reader,)) for reader in readers]
+    found: dict[int, RankTrace | NotRead] = {}
     begun = last = time.monotonic()
-    with progress.shown() as show:
-        for number, path in enumerate(paths):
-            pending[number] = executor.submit(ask, os.fsencode(address_of(path)), limit, step)
-            pending[number].add_done_callback(lambda future, number=number: arrived.put((number, future)))
-        while pending:
-            answers, missing = len(paths) - len(pending), paths[next(iter(pending))]
-            show(f"read {answers:,} of {len(paths):,} ranks; waiting for {printable(missing.name)}")
-            try:
-                number, future = arrived.get(timeout=progress.EVERY_S)
-            except queue.Empty:
+    waited = 0.0
+    with interrupts.undone_by(kill), progress.shown() as show:
+        try:
+            for thread in threads:
+                thread.start()
+            while len(found) < len(paths) and waited < _patience(last - begun, len(found)):
+                missing = next(path for number, path in enumerate(paths) if number not in found)
+                show(f"read {len(found):,} of {len(paths):,} ranks; waiting for {printable(missing.name)}")
+                with contextlib.suppress(queue.Empty):
+                    number, one = arrived.get(timeout=progress.EVERY_S)
+                    found[number], last = one, time.monotonic()
                 waited = time.monotonic() - last
-                if waited < _patience(last - begun, answers):
-                    continue
-                for number, future in pending.items():
-                    future.cancel()
-                    found[number] = NotRead("no_answer", seconds=waited)
-                break
-            last = time.monotonic()
-            del pending[number]
-            found[number] = _decoded(future, paths[number])
-    return found
+        finally:
+            kill()  # also a process that was given up, because its thread waits for it
+            for thread in threads:
+                thread.join()
+            for reader in readers:
+                reader.end()
+    return [found.get(number, NotRead("no_answer", seconds=waited)) for number in range(len(paths))]
 
 
 def _patience(took_s: float, answers: int) -> float:
     """Return the seconds to wait for the next answer. took_s: the time from the start to the last answer."""
     return max(NEXT_ANSWER_S, took_s) if answers else FIRST_ANSWER_S
-
-
-def _decoded(future: Future, path: Path) -> RankTrace | NotRead:
-    """Return an Executor's answer. path: the trace's name on this machine, which replaces the Executor's."""
-    try:
-        kept, why_not = msgspec.msgpack.decode(future.result(), type=tuple[RankTrace | None, NotRead | None])
-    except msgspec.MsgspecError:
-        return NotRead("other_version")
-    except CancelledError:
-        return NotRead("dropped")
-    except Exception as problem:  # any Executor may raise anything
-        if isinstance(problem, BrokenExecutor) or type(problem).__name__ == "KilledWorker":
-            return NotRead("killed")
-        if isinstance(problem, ModuleNotFoundError):
-            return NotRead("no_module", str(problem.name))
-        return NotRead("failed", f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
-    return why_not or msgspec.structs.replace(kept, path=str(path))
 
 
 def _processes(sizes: Sequence[int]) -> int:
@@ -232,51 +215,6 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | NotRead:
         gc.collect()  # parents and children refer to each other, and the next rank needs the memory
 
 
-def answer(address: bytes, limit: int, step: int | None) -> bytes:
-    """Return what is kept of the trace at a path or URL, or why it cannot be read, as bytes. An Executor calls this."""
-    collects = gc.isenabled()
-    gc.disable()  # garbage collection while a trace is built takes as long as building it
-    try:
-        found = _one(path_of(os.fsdecode(address)), limit, step)
-        return msgspec.msgpack.encode((None, found) if isinstance(found, NotRead) else (found, None))
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
-    """Yield threads, and the function that they call to have one rank read by a process of this machine."""
-    idle: queue.SimpleQueue[_Reader] = queue.SimpleQueue()
-    readers = [_Reader() for _ in range(count)]
-    for reader in readers:
-        idle.put(reader)
-
-    def hand_over(*task: object) -> bytes:
-        reader = idle.get()
-        try:
-            try:
-                return reader.answer(*task)
-            except BrokenExecutor:  # memory may have been short, and another rank has freed some since
-                return reader.answer(*task)
-        finally:
-            idle.put(reader)
-
-    def kill() -> None:
-        for reader in readers:
-            reader.kill()
-
-    try:
-        with interrupts.undone_by(kill), ThreadPoolExecutor(count) as threads:
-            try:
-                yield threads, hand_over
-            finally:
-                kill()  # also a process that was given up, because its thread waits for it
-    finally:
-        for reader in readers:
-            reader.end()
-
-
 class _Reader:
     """A process that reads ranks. It ends with this process, because its standard input is then closed.
 
@@ -286,6 +224,35 @@ class _Reader:
     def __init__(self):
         self.process: subprocess.Popen | None = None
         self.is_over = False
+
+    def read(self, path: Path, limit: int, step: int | None) -> RankTrace | NotRead:
+        """Return what the process keeps of a trace, or why it cannot be read."""
+        task = msgspec.json.encode((os.fsencode(address_of(path)), limit, step)) + b"\n"
+        try:
+            # Once more if it is killed: memory may have been short, and another rank has freed some since.
+            answer = self._answer(task) or self._answer(task)
+        except OSError as problem:  # no process can be started
+            return NotRead("failed", f"{type(problem).__name__}: {problem}")
+        if answer is None:
+            return NotRead("killed")
+        kept, why_not = msgspec.msgpack.decode(answer, type=tuple[RankTrace | None, NotRead | None])
+        return why_not or msgspec.structs.replace(kept, path=str(path))
+
+    def _answer(self, task: bytes) -> bytes | None:
+        """Return what serve() writes of a task; None if its process is killed. The next call starts another one."""
+        if self.process is None:
+            self._start()
+        if self.is_over:  # checked after the start, because kill() may have found no process yet
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(task)
+            self.process.stdin.flush()
+            size = int(self.process.stdout.readline())
+            found = self.process.stdout.read(size)
+            if len(found) == size:
+                return found
+        self.end()
+        return None
 
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
@@ -301,24 +268,6 @@ class _Reader:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # only this process answers Ctrl-C
         )
-
-    def answer(self, address: bytes, limit: int, step: int | None) -> bytes:
-        """Return the process's result of answer(). Raises BrokenExecutor if it is killed. The next call restarts it."""
-        if self.process is None:
-            self._start()
-        if self.is_over:  # checked after the start, because kill() may have found no process yet
-            raise BrokenExecutor
-        try:
-            self.process.stdin.write(msgspec.json.encode((address, limit, step)) + b"\n")
-            self.process.stdin.flush()
-            size = int(self.process.stdout.readline())
-            found = self.process.stdout.read(size)
-            if len(found) == size:
-                return found
-        except (OSError, ValueError):
-            pass
-        self.end()
-        raise BrokenExecutor
 
     def kill(self) -> None:
         """Kill the process, and let no other one start to read."""
@@ -339,7 +288,10 @@ class _Reader:
 
 def serve() -> None:
     """Read the rank that each line of standard input names, until the input ends."""
+    gc.disable()  # garbage collection while a trace is built takes as long as building it
     for line in sys.stdin.buffer:
-        found = answer(*msgspec.json.decode(line, type=tuple[bytes, int, int | None]))
+        address, limit, step = msgspec.json.decode(line, type=tuple[bytes, int, int | None])
+        one = _one(path_of(os.fsdecode(address)), limit, step)
+        found = msgspec.msgpack.encode((None, one) if isinstance(one, NotRead) else (one, None))
         sys.stdout.buffer.write(b"%d\n%b" % (len(found), found))
         sys.stdout.buffer.flush()

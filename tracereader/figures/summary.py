@@ -11,7 +11,6 @@ from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, ca
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.communication import Communication, communication
 from tracereader.figures.compiled import Compiled, compiled
-from tracereader.figures.counters import Counters, counters
 from tracereader.figures.cpu import Cpu
 from tracereader.figures.debugging import Debugging, debugging
 from tracereader.figures.decoding import LanguageModel, decoding, language_model
@@ -99,7 +98,6 @@ class Summary(msgspec.Struct, frozen=True):
     llm: LanguageModel
     compiled: Compiled
     profiler: Profiler
-    counters: Counters | None  # sampled on the GPU; None without samples
     inside: tuple[InsideKernel, ...]  # the phases that kernels recorded; empty for most traces
 
     @property
@@ -219,7 +217,6 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         llm=language_model(decoding(trace, lanes, usual_busy_us(facts[left_out:])), counted, step, measured),
         compiled=compiled(trace),
         profiler=profiler(trace),
-        counters=counters(trace, step, measured),
         inside=inside(trace),
     )
 

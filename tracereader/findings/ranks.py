@@ -749,7 +749,7 @@ def listed(some: Sequence, most: int = 8) -> str:
 
 
 NOT_READ = {
-    "unreadable": "{0.detail}", "failed": "{0.detail}", "dropped": "the cluster dropped it",
+    "unreadable": "{0.detail}", "failed": "{0.detail}",
     "killed": "the process that read it was killed",
     "front_end": "it has no launch and no GPU work, as the front end of a server",
     "no_rank": "it does not record its rank (distributedInfo)",
@@ -760,8 +760,6 @@ NOT_READ = {
     "no_common_step": "rank {0.rank} has no step {step}, which most others have",
     "same_rank": "another trace of rank {0.rank}: {0.detail} is read instead",
     "no_answer": "the process that reads it did not answer: nothing has arrived for {0.seconds:,.0f} s",
-    "other_version": "the process that read it has another version of the reader",
-    "no_module": "the process that read it has no module {0.detail}: install the reader there",
 }  # fmt: skip
 
 

@@ -97,9 +97,8 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     for part in map(document.pop, FLAT):
         document |= {field.encode_name: getattr(part, field.name) for field in fields(part)}
     del document["facts"]  # stored facts keep the form that they have in the trace
-    for name in ("counters", "inside"):
-        if not document[name]:
-            del document[name]  # of most traces: nothing was sampled
+    if not document["inside"]:
+        del document["inside"]  # of most traces: no kernel recorded its phases
     stored = as_stored(summary.source.facts)
     if stored["script"]:
         document["lesson"] = {name: stored[name] for name in ("script", "flags", "facts")}

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rich.console import Console
-from rich.table import Table
 
 from tracereader.changes import catalogue
 from tracereader.changes.catalogue import opportunities
@@ -21,17 +20,11 @@ from tracereader.two_runs import compare, faster, sentences
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
-ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
 LIMITS = {"communication": "collectives", "neither": "CPU"}  # words that fit the table
 
 
-def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportunity]:
-    """Return the changes that a run's report proposes, which "short" compares with the next runs; none without it.
-
-    A change whose saving one rank does not show is left out.
-    """
-    if not view.shows("short"):
-        return ()
+def proposed_by(trace: Trace, summary: Summary) -> Sequence[Opportunity]:
+    """Return the changes that a run's report proposes, without those whose saving one rank does not show."""
     found = opportunities(trace, summary)
     return () if isinstance(found, Refused) else [one for one in found if not one.is_unknown]
 
@@ -257,43 +250,22 @@ def _differences(
     work: bool,
     ops: bool,
 ) -> None:
-    """Print what changed and what stayed the same: a table, or blocks on a narrow terminal."""
+    """Print what changed and what stayed the same, a sentence a line."""
     first = sides[0]
     if work:
         setup = sentences.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
     else:
         setup = ", ".join(sorted(first.ops))
     previous = any(base is not first for base in bases)
-    against = f"(the others are compared with {'the run before each' if previous else 'this run'})"
-    rows = []
-    for side, base in zip(sides[1:], bases[1:], strict=True):
+    out.print(f"[bold]{plain(names[0])}[/bold]")
+    out.print(f"  (the others are compared with {'the run before each' if previous else 'this run'})")
+    paragraph(out, plain(setup), "  ", "  ")
+    for name, side, base in zip(names[1:], sides[1:], bases[1:], strict=True):
         found = sentences.difference(base, side)
         changed = found.flags_changed + found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
-        rows.append((changed or ("nothing",), same))
-    if out.width < ROOM_FOR_A_TABLE:
-        _in_blocks(out, names, setup, against, rows)
-        return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
-    for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
-        table.add_column(title, ratio=share, overflow="fold")
-    table.add_row(plain(names[0]), plain(setup), against)
-    for name, cells in zip(names[1:], rows, strict=True):
-        table.add_row(plain(name), *("\n".join(f"· {plain(text)}" for text in texts) or "nothing" for texts in cells))
-    # The table wraps text in its columns, so soft wrapping is off. The blanks that pad the last column are removed.
-    wrapping = Console(highlight=False, emoji=False, width=out.width)
-    with wrapping.capture() as drawn:
-        wrapping.print(table)
-    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
-
-
-def _in_blocks(out: Console, names: Sequence[str], setup: str, against: str, rows: Sequence[tuple]) -> None:
-    out.print(f"[bold]{plain(names[0])}[/bold]")
-    out.print(f"  {against}")
-    paragraph(out, plain(setup), "  ", "  ")
-    for name, cells in zip(names[1:], rows, strict=True):
         out.print(f"[bold]{plain(name)}[/bold]")
-        for title, texts in zip(("changed:", "the same:"), cells, strict=True):
+        for title, texts in (("changed:", changed or ("nothing",)), ("the same:", same)):
             if texts:
                 out.print(f"  {title}")
             for text in texts:

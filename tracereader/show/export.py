@@ -35,10 +35,7 @@ def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
 
 def write(trace: Path, target: str, force: bool, limit: int) -> None:
     """Write a trace's copy, and print the number of slices that were moved. Raises BadInput."""
-    try:
-        content, moved = tracks.copy_of(trace, limit)
-    except TraceError as problem:
-        raise BadInput(problem) from None
+    content, moved = tracks.copy_of(trace, limit)
     _put(content, target, force, [trace])
     said = f"; {said_of(moved)}" if moved else "; no slice had to be moved"
     paragraph(console(), f"{plain(shown_path(Path(target)))} is written{said}")

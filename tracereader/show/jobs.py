@@ -30,10 +30,7 @@ FIGURES = {
 
 
 def explain(jobs: Sequence[Sequence[Path]], view: View, limit: int) -> None:
-    """Print each job, compared with the first one. jobs: the traces of the ranks of each. Raises BadInput.
-
-    limit: the most bytes of JSON of a trace.
-    """
+    """Print each job, compared with the first one. jobs: the traces of the ranks of each. Raises BadInput."""
     wanted = view.shown_of(SECTIONS, "a comparison of jobs")
     if view.step is not None or view.rank is not None:
         raise BadInput("--step and --rank are for one job: name the traces of one")

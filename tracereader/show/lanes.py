@@ -13,8 +13,6 @@ from tracereader.trace.grouped import grouped
 MAX_ROWS = 12
 COUNTED = len(" +9999 too short")  # at the end of a row
 LEAST = 16  # columns; in fewer, a lane shows nothing
-
-
 # The character of a collective that waits for another rank.
 WAITS = "."
 
@@ -43,9 +41,7 @@ ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
 def draw(step: Step, width: int, glyphs: Glyphs, layers: Mapping[int, str] = MappingProxyType({})) -> list[str]:
-    """Return the lines of the picture, at most `width` columns wide.
-
-    layers: names of layers by a slice's id, which replace the slice's own name.
+    """Return the lines of the picture, at most `width` columns wide. layers: names of layers by a slice's id.
 
     A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end of its row.
     """

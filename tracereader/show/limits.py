@@ -48,11 +48,7 @@ def limit_of(text: str) -> Limit:
 
 
 def measures(summary: Summary) -> dict[str, float | None]:
-    """Return the figures of the reported step that can have a limit; None if unknown.
-
-    Times are in µs; the others are a share, counts and bytes.
-
-    """
+    """Return the figures of the reported step that can have a limit: µs, a share, counts, bytes; None if unknown."""
     gpu = summary.has_gpu_work
     return {
         "step": summary.recorded_step_us,

@@ -5,6 +5,7 @@ until it answers PONG, then {perfetto: {buffer, title, fileName}}. Source: Perfe
 "Deep linking to the Perfetto UI".
 """
 
+import contextlib
 import getpass
 import os
 import secrets
@@ -52,15 +53,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         if not self._is_ours():
             return
-        if self.path not in (f"/{self.server.token}/done", f"/{self.server.token}/unreachable"):
+        if self.path != f"/{self.server.token}/done":
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         self.send_response(HTTPStatus.NO_CONTENT)
         self.send_header("Connection", "close")
         self.end_headers()
-        if self.path.endswith("/done"):
-            self.server.handed_over.set()
-        self.server.ended.set()
+        self.server.handed_over.set()
 
     def _is_ours(self) -> bool:
         # A foreign page can reach this port through the user's browser, by this or another host name.
@@ -103,12 +102,8 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, trace: Path, perfetto: str = ORIGIN, content: bytes | None = None, answer_s: float = ANSWER_S):
+    def __init__(self, trace: Path, content: bytes, perfetto: str = ORIGIN, answer_s: float = ANSWER_S):
         super().__init__(("127.0.0.1", 0), Handler)
-        # The file is read once, because it may change before the browser asks for it.
-        if content is None:
-            with opened(trace, DEFAULT_LIMIT) as file:
-                content = file.read()
         self.content = content
         self.title = "".join(one if one.isalnum() or one in "._-" else "_" for one in trace.name)
         self.perfetto = perfetto
@@ -116,7 +111,6 @@ class Server(ThreadingHTTPServer):
         self.answer_s = answer_s
         self.fetched = threading.Event()  # the page has the trace and now asks Perfetto
         self.handed_over = threading.Event()
-        self.ended = threading.Event()  # handed over, or given up by the page
 
     @property
     def url(self) -> str:
@@ -141,9 +135,8 @@ def hand_over(
     out = console()
     instead = f"open {plain(shown_path(trace))} at {ORIGIN} yourself" if content is None else "run the command again"
     why = "no longer waiting"
-    if content is None:
-        content = _spread(trace, limit)
-    with raised(), Server(trace, content=content, answer_s=answer_s) as server:
+    content = content or _content(trace, limit)
+    with raised(), Server(trace, content, answer_s=answer_s) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
             # Inside the try block, because Ctrl-C may come as soon as the last line is printed.
@@ -163,7 +156,7 @@ def hand_over(
             if not server.fetched.wait(timeout_s):
                 why = f"nobody clicked on its page within {_minutes(timeout_s)}: {instead}"
             else:
-                server.ended.wait(answer_s + LATER_S)
+                server.handed_over.wait(answer_s + LATER_S)
                 why = f"{ORIGIN} did not answer: is it reachable from your browser? If not, {instead} where it is"
         except KeyboardInterrupt:
             pass
@@ -173,16 +166,15 @@ def hand_over(
     return server.handed_over.is_set()
 
 
-def _spread(trace: Path, limit: int) -> bytes | None:
-    """Return a copy in which all versions of Perfetto show every slice beside its track; None if the file is so."""
-    try:
+def _content(trace: Path, limit: int) -> bytes:
+    """Return a file's bytes, or a copy's in which all versions of Perfetto show every slice beside its track."""
+    with contextlib.suppress(TraceError):  # Perfetto may read a file that the reader cannot
         content, moved = tracks.copy_of(trace, limit)
-    except TraceError:
-        return None  # Perfetto may read a file that the reader cannot
-    if not moved:
-        return None
-    paragraph(console(), f"{said_of(moved)}; the file stays as it is")
-    return content
+        if moved:
+            paragraph(console(), f"{said_of(moved)}; the file stays as it is")
+            return content
+    with opened(trace, DEFAULT_LIMIT) as file:
+        return file.read()
 
 
 def said_of(moved: int) -> str:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -42,14 +41,13 @@ MUCH_BEFORE = 0.02
 
 
 def opened(
-    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True, executor: Executor | None = None
+    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
     """Return the summary of the ranks, and the data kept of each trace. Raises BadInput.
 
     forced: whether the traces must be the ranks of one run. If not, the result is None when only one of them remains.
-    executor: reads the traces, as for read_ranks().
     """
-    kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
+    kept, not_read = reading.read_ranks(paths, limit, view.step)
     not_read |= {str(path): NotRead("front_end") for path in view.left_out}
     if not kept:
         path, why = next(iter(not_read.items()))
@@ -125,8 +123,7 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
 def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT, short: bool = False) -> str:
     """Return the JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
 
-    limit: the most bytes of JSON of a trace that is read again. short: the short form, unless `view` asks for more.
-    Raises BadInput.
+    limit: as for read(), of traces that are read again. short: unless `view` asks for more. Raises BadInput.
     """
     sections, form = _wanted(summary, view), form_of(view, short)
     kept = summary if view.rank is None else _of_one(summary, view.rank)
@@ -166,10 +163,7 @@ def _told(summary: RanksSummary, view: View) -> list[str]:
 
 
 def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limit: int = DEFAULT_LIMIT) -> None:
-    """Print the report on several ranks: first the answer, then the evidence. Raises BadInput.
-
-    limit: the most bytes of JSON of a trace that is read again.
-    """
+    """Print the report on several ranks: first the answer, then the evidence. Raises BadInput."""
     wanted = _wanted(summary, view)
     if not rank_changes.can_propose(summary) or view.rank is not None:
         wanted = [name for name in wanted if name != "try"]

@@ -24,10 +24,7 @@ def of(path: Path, machine: str) -> Path | None:
 
 
 def named(path: Path, machine: str, flag: str) -> Path:
-    """Return the trace of the same script and run on a machine, by a part of its name. Raises BadInput.
-
-    flag: the one that names the machine.
-    """
+    """Return the trace of the same script and run on the machine that a flag names by a part. Raises BadInput."""
     if not machines():
         raise BadInput(f"{flag}: the reference traces are in the repository, and only the reader is installed here")
     found = [name for name in machines() if machine.lower() in name.lower()]

@@ -27,17 +27,17 @@ from tracereader.findings.device_words import in_its_words
 from tracereader.findings.finding import ROOFS, Prediction, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import near_the_peaks, overlap
 from tracereader.replay import Refused
-from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
+from tracereader.show import chain, inside, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import communication as collectives
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
 from tracereader.show import text as formats
-from tracereader.show.sections import SECTIONS
+from tracereader.show.sections import NEED_GPU, SECTIONS
 from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
 from tracereader.show.view import View, others, summed
-from tracereader.trace import STEP, Step, Trace, TraceError
+from tracereader.trace import STEP, Step, Trace
 from tracereader.trace.capture import read_with_captures
 from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import cut, labels
@@ -55,15 +55,12 @@ EXPLAINED = 12  # the largest number of calls in a step for which each pattern i
 def opened(
     path: Path, view: View, limit: int = DEFAULT_LIMIT, captures: tuple[Path, ...] = ()
 ) -> tuple[Trace, Summary]:
-    """Return a trace, and its summary with the step that was asked for. Raises BadInput.
+    """Return a trace, and its summary with the step that was asked for. captures: see read_with_captures().
 
-    captures: the traces of the captures of its CUDA graphs, or the folders that hold them.
+    Raises BadInput.
     """
     with _progress_of(path) as show:
-        try:
-            trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
-        except TraceError as problem:
-            raise BadInput(problem) from None
+        trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
         show(f"measuring {counted(len(trace.steps), 'step')}")
         return trace, summarize(trace, chosen_step(trace, view.step))
 
@@ -149,7 +146,6 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
         ("work", lambda: work.show(out, summary, view)),
         ("names", lambda: work.names(out, summary, view)),
         ("starts", lambda: starts_of.show(out, starts(trace, step), names, summary.chosen.number, view)),
-        ("counters", lambda: counters.show(out, summary, view)),
         ("series", lambda: series_of.show(out, over_steps, names, view, formats.ascii_only(out), by_script)),
         ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
@@ -167,7 +163,7 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
     if absent:
         out.print()
     for name in absent:
-        why = " (no GPU activity)" if SECTIONS[name].needs_gpu and not summary.has_gpu_work else ""
+        why = " (no GPU activity)" if name in NEED_GPU and not summary.has_gpu_work else ""
         out.print(f"{name}: not in this trace{why}")
     if view.brief and view.usual:
         out.print()
@@ -182,7 +178,7 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     wanted = {name for name in SECTIONS if view.shows(name)}
     if not summary.has_gpu_work:
         # The section gpu also counts activities that no step launched.
-        wanted -= {name for name, one in SECTIONS.items() if one.needs_gpu and name != "gpu"}
+        wanted -= {*NEED_GPU} - {"gpu"}
     if view.usual:
         wanted -= _redundant(summary)
     left_out = {
@@ -191,7 +187,6 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
         "table": view.usual and not view.brief,  # its rows are shown below, by step
         "series": view.usual and len(summary.steps) < series_of.ENOUGH,
         "gpu": summary.gpu is None,  # no work in the window, though there may be some outside
-        "counters": summary.counters is None,
         "inside": not summary.inside,
         "repeats": not repeats.worth_showing(summary),
         "training": not training.has_content(summary),
@@ -360,8 +355,9 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         # All rows outside ops share the functions.
         outside = [place for place, (name, _) in enumerate(shown) if is_python(name) or name.endswith(NO_RECORDED_CALL)]
         of_all = "all time between ops" if len(outside) > 1 else "this time"
-        functions = {place: f"of {of_all}, {_functions(summary.idle_python)}" for place in outside[-1:]}
-        functions = functions if summary.idle_python else {}
+        largest = list(summary.idle_python.items())[:FUNCTIONS_NAMED]
+        in_them = ", ".join(f"{duration(value)} in {cut(name, 80)}" for name, value in largest)
+        functions = {place: f"of {of_all}, {in_them}" for place in outside[-1:] if largest}
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
         if summary.recording.mixed is not None:
             of = " in a step, on average of all,"
@@ -388,12 +384,6 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if number:
             out.print()
         print_columns(out, heads, rows, below=below)
-
-
-def _functions(times: dict[str, float]) -> str:
-    """Return the Python functions in which most of some time went."""
-    largest = list(times.items())[:FUNCTIONS_NAMED]
-    return ", ".join(f"{duration(value)} in {cut(name, 80)}" for name, value in largest)
 
 
 def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[str], list[tuple]]:
@@ -493,23 +483,17 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
     above = "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
-    gpu = summary.has_gpu_work
-    keys = ["cpu_us", "label_to_first_op_us"] + ["gpu_busy_us", "gpu_span_us", "launch_to_start_us"] * gpu
-    columns = [[getattr(one, key) for one in found] for key in keys]
+    columns = {"CPU": "cpu_us", "to first op": "label_to_first_op_us"}
+    if summary.has_gpu_work:
+        columns |= {"launches": "launches", "GPU busy": "gpu_busy_us", "span": "gpu_span_us"}
+        columns |= {"idle": "gpu_idle_share", "latency": "launch_to_start_us"}
+    times = {key: [getattr(one, key) for one in found] for key in columns.values() if key.endswith("_us")}
     unit_name = _unit_of_the_step(summary).name
     # A step far longer than the others is shown in ms, although the others would fit µs.
-    stands_out = max(us for column in columns for us in column if us is not None) >= LONG_US
+    stands_out = max(us for column in times.values() for us in column if us is not None) >= LONG_US
     name = "ms" if stands_out and unit_name == "µs" else unit_name
-    unit = dict(zip(keys, formats.sharing(name, columns), strict=True))
-
-    def row(name: str, of: Callable[[str], float | None]) -> list[str]:
-        cells = [name, unit["cpu_us"](of("cpu_us")), unit["label_to_first_op_us"](of("label_to_first_op_us"))]
-        if gpu:
-            launches = of("launches")
-            cells += ["–" if launches is None else f"{launches:,.0f}"]
-            cells += [unit["gpu_busy_us"](of("gpu_busy_us")), unit["gpu_span_us"](of("gpu_span_us"))]
-            cells += [percent(of("gpu_idle_share")), unit["launch_to_start_us"](of("launch_to_start_us"))]
-        return cells
+    form = dict(zip(times, formats.sharing(name, list(times.values())), strict=True))
+    form |= {"launches": lambda count: "–" if count is None else f"{count:,.0f}", "gpu_idle_share": percent}
 
     def median_of(key: str) -> float | None:
         return median([value for one in rest if (value := getattr(one, key)) is not None] or [None])
@@ -517,12 +501,10 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
     def marked(one) -> str:
         return one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None)
 
-    heads = [f"step, in {name}", "CPU", "to first op"]
-    heads += ["launches", "GPU busy", "span", "idle", "latency"] * gpu
-    rows = [row(marked(one), lambda key, one=one: getattr(one, key)) for one in shown]
+    rows = [(marked(one), *(form[key](getattr(one, key)) for key in columns.values())) for one in shown]
     if rest:
-        rows.append(row(f"{others(rest)}, median", median_of))
-    print_columns(out, heads, rows, section="steps")
+        rows.append((f"{others(rest)}, median", *(form[key](median_of(key)) for key in columns.values())))
+    print_columns(out, (f"step, in {name}", *columns), rows, section="steps")
     if overlap := steps.overlap_of_steps(summary):
         paragraph(out, plain(overlap))
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
@@ -539,7 +521,7 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
         out.print(f"* {counted(len(longer) - LONGER_EXPLAINED, 'other step')} took longer than the typical step, too")
     if view.brief:
         legend = "to first op: from the start of the step's annotation to its first op"
-        if gpu:
+        if summary.has_gpu_work:
             legend += "; span: from the first GPU activity's start to the last one's end; "
             legend += "latency: from the first launch to the start of its kernel"
         paragraph(out, legend)

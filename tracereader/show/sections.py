@@ -1,46 +1,16 @@
 """The sections of a report, and the flags that choose them and their destination."""
 
 import argparse
-from typing import NamedTuple
 
 from tracereader.command import BadInput, not_negative
 
-
-class Section(NamedTuple):
-    """A section of the report. brief: whether a numbered script shows it of its own run.
-
-    needs_gpu: whether only GPU activity fills it.
-    """
-
-    name: str
-    brief: bool = False
-    needs_gpu: bool = False
-
-
-SECTIONS = {
-    one.name: one
-    for one in (
-        Section("short", brief=True),
-        Section("try", brief=True),
-        Section("gpu", needs_gpu=True),
-        Section("predictions", brief=True),
-        Section("steps", brief=True),
-        Section("lanes", brief=True),
-        Section("training", brief=True),
-        Section("table", brief=True),
-        Section("repeats", needs_gpu=True),
-        Section("kernels", needs_gpu=True),
-        Section("inside", brief=True),
-        Section("cpu"),
-        Section("work", needs_gpu=True),
-        Section("names", needs_gpu=True),
-        Section("starts", needs_gpu=True),
-        Section("counters", needs_gpu=True),
-        Section("series"),
-        Section("chain"),
-        Section("patterns"),
-    )
-}
+SECTIONS = (
+    "short", "try", "gpu", "predictions", "steps", "lanes", "training", "table", "repeats", "kernels", "inside", "cpu",
+    "work", "names", "starts", "series", "chain", "patterns",
+)  # fmt: skip
+# What a numbered script shows of its own run, and what only GPU activity fills.
+BRIEF = ("short", "try", "predictions", "steps", "lanes", "training", "table", "inside")
+NEED_GPU = ("gpu", "repeats", "kernels", "work", "names", "starts")
 
 
 def _sections(text: str) -> list[str]:

@@ -29,12 +29,10 @@ BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")  # a pipe may have any encoding
 def console() -> Console:
     """Return the console of a report: plain text in a pipe, 140 columns wide there unless COLUMNS says otherwise."""
     # Created here, so that a redirected stdout is the one written to.
-    width = None
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some terminals report a width of 0
-    else:
-        columns = os.environ.get("COLUMNS", "")
-        width = int(columns) if columns.isdecimal() and int(columns) else PIPE_WIDTH
+    columns = os.environ.get("COLUMNS", "")
+    piped = int(columns) if columns.isdecimal() else 0
+    # Some terminals report a width of 0.
+    width = (shutil.get_terminal_size().columns if sys.stdout.isatty() else piped) or PIPE_WIDTH
     # A text that is returned is plain, and a notebook asks rich for colors and shows what it prints elsewhere.
     terminal = False if isinstance(sys.stdout, io.StringIO) else None
     return Console(

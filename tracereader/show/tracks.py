@@ -43,10 +43,7 @@ _file = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
-    """Return the trace as JSON of which Perfetto shows every slice, and the number of slices that were moved.
-
-    limit: the most bytes of JSON that are read. Raises TraceError.
-    """
+    """Return the trace as JSON of which Perfetto shows every slice, and how many slices moved. Raises TraceError."""
     try:
         found = _file.decode(json_of(path, limit))
         events, moved = on_lanes(found["traceEvents"])
@@ -103,14 +100,12 @@ def _names(events: list[_Event], numbers: dict[tuple, int]) -> Iterator[bytes]:
 
 def _slices(events: list[_Event]) -> list[tuple]:
     """Return the start, the negative end, the number and the track of each slice, in Perfetto's order."""
-    found = []
-    for number, event in enumerate(events):
-        if event.ph == "X":
-            start, dur = _ns(event.ts), _ns(event.dur)
-            if start is not None and dur is not None and dur >= 0:
-                found.append((start, -start - dur, number, _track(event)))
-    found.sort()
-    return found
+    timed = ((_ns(event.ts), _ns(event.dur), number, event) for number, event in enumerate(events) if event.ph == "X")
+    return sorted(
+        (start, -start - dur, number, _track(event))
+        for start, dur, number, event in timed
+        if start is not None and dur is not None and dur >= 0
+    )
 
 
 def _lanes(slices: list[tuple]) -> dict[int, int]:

@@ -50,7 +50,7 @@ class View(msgspec.Struct, frozen=True):
     def shows(self, section: str) -> bool:
         if self.only is not None:
             return section in self.only
-        return self.all or not self.brief or sections.SECTIONS[section].brief
+        return self.all or not self.brief or section in sections.BRIEF
 
     def shown_of(self, names: Sequence[str], report: str) -> list[str]:
         """Return the sections of a report that are shown. report: what has these sections. Raises BadInput for none."""

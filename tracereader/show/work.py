@@ -13,6 +13,7 @@ from tracereader.show import repeats
 from tracereader.show import text as formats
 from tracereader.show.text import Name, paragraph, plain, print_columns, rate
 from tracereader.show.view import View, others
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import labels
 
 LINES_SHOWN = 24
@@ -59,14 +60,10 @@ def _footprint(one: GpuWork) -> tuple[str, str, str]:
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
-    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy.
-
-    Memsets are left out unless all is asked for.
-    """
-    said: dict[tuple[str, str], list[GpuWork]] = {}
-    for one in sorted(summary.gpu_work, key=lambda one: -one.us):
-        if view.all or one.kind != "memset":  # whose name says nothing more
-            said.setdefault((one.name, one.family), []).append(one)
+    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy."""
+    by_time = sorted(summary.gpu_work, key=lambda one: -one.us)
+    # The name of a memset says nothing more.
+    said = grouped(((one.name, one.family), one) for one in by_time if view.all or one.kind != "memset")
     if not said:
         return
     # One size of each, and no occupancy.

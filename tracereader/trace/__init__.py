@@ -9,7 +9,6 @@ from tracereader.trace.slices import (
     Phase,
     Rank,
     Recorded,
-    Samples,
     Step,
     Sync,
     Trace,
@@ -21,6 +20,6 @@ from tracereader.trace.slices import (
 from tracereader.trace.tree import read
 
 __all__ = [
-    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Samples", "Step", "StepsBy", "Sync", "Trace",
+    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Step", "StepsBy", "Sync", "Trace",
     "TraceError", "Work", "asking_ops", "innermost", "outermost", "read",
 ]  # fmt: skip

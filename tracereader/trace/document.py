@@ -15,12 +15,13 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Generic, Literal, TypeVar
 
 import msgspec
 
 from tracereader import progress
-from tracereader.command import NONE_IN_FOLDER, MissingPackage, is_trace, is_url
+from tracereader.command import NONE_IN_FOLDER, BadInput, MissingPackage, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace
 from tracereader.trace.decoded import REPLACEMENT, decoded, printable_text
@@ -51,7 +52,7 @@ KINDS = {
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
     # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.
     "graph_host_node": "node", "graph_event_node": "node",
-    # On a device's tracks, and none of its work: who waits for which event, and samples of counters.
+    # On a device's tracks, and none of its work: who waits for which event, and samples of hardware counters.
     "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
     "hardware_counters": "mark",
     "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them
@@ -64,7 +65,7 @@ T = TypeVar("T")
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.+", re.S)  # Path writes one slash
 
 
-class TraceError(Exception):
+class TraceError(BadInput):
     """The file is not a trace that can be read. The message says why in one line."""
 
 
@@ -213,50 +214,38 @@ def in_folder(folder: Path) -> list[Path]:
 
 
 def located(text: str) -> list[Path]:
-    """Return the traces that an argument names: the path itself, or all that a folder or a URL with wildcards names.
-
-    Raises TraceError.
-    """
+    """Return the traces that an argument names: itself, or those of a folder or wildcards. Raises TraceError."""
     if not is_url(text):
         return in_folder(Path(text)) if os.path.isdir(text) else [Path(text)]
-    from tracereader.trace import remote  # only for a URL: fsspec is an extra
-
     if local := re.fullmatch("(?:file|local)://(/.*)", text, re.I | re.S):
         return located(local[1])
-    with _refusals(remote.named(text)):
-        return remote.located(text)
+    with _refusals(_remote().named(text)):
+        return _remote().located(text)
+
+
+def _remote() -> ModuleType:
+    from tracereader.trace import remote  # only for a URL: fsspec is an extra
+
+    return remote
 
 
 def address_of(path: Path) -> str:
     """Return an address that is also valid in another process: an absolute path, or the URL with its credentials."""
-    if not is_url(path):
-        return os.path.abspath(path)
-    from tracereader.trace import remote
-
-    return remote.address_of(path)
+    return _remote().address_of(path) if is_url(path) else os.path.abspath(path)
 
 
 def path_of(address: str) -> Path:
     """Return the path of an address that address_of() returned."""
-    if not is_url(address):
-        return Path(address)
-    from tracereader.trace import remote
-
-    return remote.named(address)
+    return _remote().named(address) if is_url(address) else Path(address)
 
 
 def size_of(path: Path) -> tuple[int | None, bool]:
     """Return a file's size in bytes, and whether it is packed. 0: it cannot be read. None: the server does not say."""
-    if not is_url(path):
-        try:
-            with opened(path, 2, whole=False) as file:
-                return os.fstat(file.fileno()).st_size, file.read(2) == b"\x1f\x8b"
-        except OSError:
-            return 0, False
-    from tracereader.trace import remote
-
     try:
-        return remote.size_of(remote.address_of(path)), path.name.endswith(".gz")
+        if is_url(path):
+            return _remote().size_of(address_of(path)), path.name.endswith(".gz")
+        with opened(path, 2, whole=False) as file:
+            return os.fstat(file.fileno()).st_size, file.read(2) == b"\x1f\x8b"
     except OSError:
         return 0, False
 
@@ -315,9 +304,7 @@ def opened(path: Path, most: int, whole: bool = True) -> BinaryIO:
     except OSError:
         if not URL.fullmatch(str(path)):
             raise
-    from tracereader.trace import remote
-
-    return remote.fetched(remote.address_of(path), most, whole)
+    return _remote().fetched(_remote().address_of(path), most, whole)
 
 
 @contextlib.contextmanager

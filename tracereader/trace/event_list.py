@@ -7,7 +7,6 @@ process of their own.
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
 
 from tracereader.trace.kernel_names import UNKNOWN, decode
 from tracereader.trace.lenient import is_time
@@ -20,26 +19,15 @@ _OF_THE_CPU = re.compile(
 )
 
 
-class Listed(Protocol):
-    """An event of the list."""
-
-    ph: str
-    cat: str
-    name: str
-    pid: int | str | None
-    ts: float
-    dur: float
-
-
-def is_one(events: Sequence[Listed]) -> bool:
-    """Return whether the events are such a list."""
+def is_one(events: Sequence) -> bool:
+    """Return whether the events of a document are such a list."""
     return bool(events) and all(
         one.pid in (CPU, "CUDA functions") and (one.cat.startswith(ARROW) if one.cat else one.ph == "X")
         for one in events
     )
 
 
-def categorized(events: Sequence[Listed]) -> tuple[list[Listed], int] | None:
+def categorized(events: Sequence) -> tuple[list, int] | None:
     """Give the events of the CPU the categories of a trace. Return them, and how many GPU activities are left out.
 
     Return None if the GPU's activities cannot be distinguished from ops: their number is then not that of the arrows.
@@ -68,13 +56,13 @@ def categorized(events: Sequence[Listed]) -> tuple[list[Listed], int] | None:
     return kept, len(of_gpu)
 
 
-def _is_of_gpu(one: Listed) -> bool:
+def _is_of_gpu(one) -> bool:
     if one.cat != "Operator" or _OF_THE_CPU.fullmatch(one.name):
         return False
     return one.name.startswith(("Memcpy ", "Memset ")) or decode(one.name).family != UNKNOWN
 
 
-def _bounds(one: Listed) -> tuple[int, int] | tuple[None, None]:
+def _bounds(one) -> tuple[int, int] | tuple[None, None]:
     """Return a slice's start and end in ns; None for both if they are not usable."""
     if not (is_time(one.ts) and is_time(one.dur)):
         return None, None

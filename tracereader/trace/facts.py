@@ -101,10 +101,7 @@ class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def run_facts(lesson: object, unprofiled_step_us: object = None) -> RunFacts:
-    """Return the facts that a trace holds. A value of a wrong type, as in old traces, counts as not stored.
-
-    lesson, unprofiled_step_us: the trace's values of these keys.
-    """
+    """Return the facts in the trace's values of these keys. One of a wrong type, as in old traces, is not stored."""
     top = {"unprofiled_step_us": unprofiled_step_us}
     if not isinstance(lesson, dict) or not isinstance(lesson.get("script"), str):
         return usable(RunFacts, top)

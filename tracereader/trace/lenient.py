@@ -82,10 +82,7 @@ def _repaired(text: str, strings: re.Pattern[str], defects: Defects) -> str:
 
 
 def values(text: str) -> object:
-    """Return the JSON's values. Fractions are Decimals, and NaN if no Decimal holds them.
-
-    Raises ValueError, RecursionError.
-    """
+    """Return the JSON's values; fractions as Decimals, or NaN if none holds them. Raises ValueError, RecursionError."""
     return json.loads(text, parse_float=_fraction, parse_int=_whole)
 
 

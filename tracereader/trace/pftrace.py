@@ -1,8 +1,8 @@
 """Converts Perfetto's format (.pftrace), as torch 2.15 writes it, to Chrome's JSON.
 
 A file is a message of protobuf, a sequence of packets. This module reads the packets that torch writes: slices of CPU
-threads, GPU work, counters, and the tables of names that they refer to by number. The package protobuf skips all
-others. The names and numbers of the fields are those of Perfetto's reference of its trace packets.
+threads, GPU work, and the tables of names that they refer to by number. It leaves out sampled counters. The package
+protobuf skips all others. The names and numbers of the fields are those of Perfetto's reference of its trace packets.
 
 In this format torch leaves out the devices' properties, the distributed run, allocations, arrows, and the facts that a
 script stored.
@@ -25,7 +25,7 @@ PACKAGE = "protobuf"
 MESSAGES = """
 Trace: packet 1 *bytes
 Packet: timestamp 8 uint64, trusted_packet_sequence_id 10 uint64, sequence_flags 13 uint64, interned_data 12 Interned
-Packet: clock_snapshot 6 |Clocks, track_event 11 |Slice, track_descriptor 60 |Track, gpu_counter_event 52 |Counters
+Packet: clock_snapshot 6 |Clocks, track_event 11 |Slice, track_descriptor 60 |Track
 Packet: gpu_render_stage_event 53 |Work, compressed_packets 50 |bytes, zstd_compressed_packets 133 |bytes
 Clocks: clocks 1 *Clock
 Clock: clock_id 1 uint64, timestamp 2 uint64
@@ -35,10 +35,7 @@ Argument: double_value 5 |double, string_value 6 |bytes, pointer_value 7 |uint64
 Argument: dict_entries 11 *Argument, array_values 12 *Argument
 Interned: event_categories 1 *Entry, event_names 2 *Entry, debug_annotation_names 3 *Entry
 Interned: debug_annotation_string_values 29 *Entry, gpu_specifications 24 *Entry, compute_arg_names 1001 *Entry
-Interned: gpu_counter_descriptors 47 *CounterGroup
 Entry: iid 1 uint64, name 2 bytes
-CounterGroup: iid 1 uint64, gpu_counter_descriptor 2 Specs, gpu_id 3 int64
-Specs: specs 1 *Entry
 Track: uuid 1 uint64, parent_uuid 5 uint64, process 3 Process, thread 4 Thread
 Process: pid 1 int64, process_name 6 bytes
 Thread: pid 1 int64, tid 2 int64, thread_name 5 bytes
@@ -48,15 +45,12 @@ ExtraData: name 1 bytes, value 2 bytes
 Launch: grid_size 1 Sizes, workgroup_size 2 Sizes, args 3 *LaunchArgument
 Sizes: x 1 uint64, y 2 uint64, z 3 uint64
 LaunchArgument: name_iid 1 uint64, uint_value 4 uint64
-Counters: counters 2 *Counter, counter_descriptor_iid 4 uint64
-Counter: counter_id 1 uint64, int_value 2 |int64, double_value 3 |double
 """
-# The tables of names, and that of the groups of counters.
+# The tables of names.
 TABLES = CATEGORIES, EVENTS, ARGUMENTS, TEXTS, STAGES, LAUNCH = (
     "event_categories", "event_names", "debug_annotation_names", "debug_annotation_string_values",
     "gpu_specifications", "compute_arg_names",
 )  # fmt: skip
-COUNTED = "gpu_counter_descriptors"
 REAL_TIME, SINCE_BOOT = 6, 1  # clocks
 CLEARED = 1  # a bit of a packet's flags: the tables so far no longer hold
 BEGIN, END = 1, 2
@@ -80,6 +74,7 @@ _FORWARD, _SEQUENCE = re.compile(rb'"Fwd thread id":(\d+),'), re.compile(rb'"Seq
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 _LANE = re.compile(r"\[0*(\d{1,18})\] (.*)", re.DOTALL)
 _encoded = msgspec.json.Encoder().encode
+_quoted = lru_cache(4096)(_encoded)
 
 
 class Broken(ValueError):
@@ -92,10 +87,7 @@ def is_one(data: bytes) -> bool:
 
 
 def as_json(data: bytes, limit: int) -> bytes:
-    """Return the trace in Chrome's JSON, as torch writes it. Raises Broken, and MissingPackage without protobuf.
-
-    limit: the most bytes that the JSON may have.
-    """
+    """Return the trace in Chrome's JSON, of at most `limit` bytes. Raises Broken; MissingPackage without protobuf."""
     packets = _parsed("Trace", data).packet
     reader = _Reader(packets, limit, oldest_first=True)
     if reader.in_order and reader.nested:
@@ -147,11 +139,6 @@ def _parsed(name: str, data: bytes):
         return classes[name].FromString(data)
     except cannot_read:
         raise Broken("it is cut short or broken: protobuf cannot read it") from None
-
-
-@lru_cache(4096)
-def _quoted(text: str) -> bytes:
-    return _encoded(text)
 
 
 @lru_cache(4096)
@@ -215,7 +202,10 @@ class _Reader:
                 self.names.clear()
                 self._forget()
             if packet.HasField("interned_data"):
-                self._tables(packet.interned_data)
+                self._forget()
+                for table in TABLES:
+                    entries = ((one.iid, _text(one.name)) for one in getattr(packet.interned_data, table))
+                    self.names.setdefault(table, {}).update(entries)
             kind, time = packet.WhichOneof("one"), packet.timestamp
             if kind == "track_event":
                 self._slice(time, packet.track_event)
@@ -223,8 +213,6 @@ class _Reader:
                 self._work(time, packet.gpu_render_stage_event)
             elif kind == "track_descriptor":
                 self._track(packet.track_descriptor)
-            elif kind == "gpu_counter_event":
-                self._samples(time, packet.gpu_counter_event)
             elif kind == "clock_snapshot" and not self.real_time:
                 clocks = {one.clock_id: one.timestamp for one in packet.clock_snapshot.clocks}
                 self.real_time = clocks.get(REAL_TIME, 0)
@@ -246,14 +234,6 @@ class _Reader:
         if self.size > self.limit:
             raise Broken(f"more than {self.limit:,} bytes as JSON; --limit and the free memory set this limit")
         self.events.append(event)
-
-    def _tables(self, tables) -> None:
-        self._forget()
-        for table in TABLES:
-            self.names.setdefault(table, {}).update((one.iid, _text(one.name)) for one in getattr(tables, table))
-        for group in tables.gpu_counter_descriptors:
-            names = {one.iid: _text(one.name) for one in group.gpu_counter_descriptor.specs}
-            self.names.setdefault(COUNTED, {})[group.iid] = group.gpu_id, names
 
     def _name(self, table: str, number: int) -> str:
         return self.names.get(table, {}).get(number, "")
@@ -386,14 +366,6 @@ class _Reader:
             self.named.add((device, lane))
             self._say("thread_name", device, lane, name=name)
             self._say("thread_sort_index", device, lane, sort_index=lane)
-
-    def _samples(self, time: int, counters) -> None:
-        """Add the counters as in torch's JSON, with a process for each device."""
-        device, names = self.names.get(COUNTED, {}).get(counters.counter_descriptor_iid, (0, {}))
-        for one in counters.counters:
-            if (name := names.get(one.counter_id)) and (kind := one.WhichOneof("one")):
-                parts = _quoted(name), device, _us(time - self.since_boot), _encoded(getattr(one, kind))
-                self._add(b'{"ph":"C","name":%b,"pid":"GPU %d Counters","ts":%b,"args":{"":%b}}' % parts)
 
     def _draw_backward(self) -> None:
         """Add the arrows from forward to backward ops, by the rule of torch's profiler.

@@ -34,11 +34,6 @@ class Picked(msgspec.Struct, frozen=True):
     nodes: list[Work]
     unknown: int
 
-    @property
-    def is_one_of_several_ranks(self) -> bool:
-        """Return whether another process has GPU work, or steps, too."""
-        return any(one.gpu_activities or one.has_steps for one in self.processes[1:])
-
 
 def picked(
     path: Path,
@@ -159,13 +154,9 @@ def _owners(
 
 def _names(events: Sequence[Event | None]) -> dict[Pid, str]:
     """Return the names of processes that a file gives beside their events."""
-    found = {}
-    for event in events:
-        if event is not None and event.ph == "M" and event.name == "process_name":
-            name = decoded_object(event.args).get("name")
-            if isinstance(name, str):
-                found[event.pid] = name
-    return found
+    said = (event for event in events if event is not None and event.ph == "M" and event.name == "process_name")
+    named = ((event.pid, decoded_object(event.args).get("name")) for event in said)
+    return {pid: name for pid, name in named if isinstance(name, str)}
 
 
 def _label(pid: Pid, names: Mapping[Pid, str]) -> str:

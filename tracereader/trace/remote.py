@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -27,10 +26,7 @@ PAUSES_S = (0.5, 1.0, 2.0)
 REPEATED_BY_PACKAGE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 # The time limits for a silent server and for a connection. aiohttp's default limits the whole download.
 SILENT_S, CONNECT_S = 60, 15
-# A server that sends fewer bytes than this in SILENT_S seconds is given up: less than 1 kB a second.
-LEAST_BYTES = 60_000
-# The most bytes of an HTTP server's list of files, and the most traces of one URL: those of the largest jobs.
-LISTING_BYTES, MOST_TRACES = 1 << 26, 20_000
+MOST_TRACES = 20_000  # of one URL: those of the largest jobs
 # HTTP statuses from 400 to 499 after which another attempt may succeed.
 TEMPORARY = (408, 425, 429)
 # By a URL's protocol, the package that reads it and installs fsspec. fsspec knows more of them once it is installed.
@@ -165,16 +161,12 @@ def _copied(address: str, into: BinaryIO, most: int, whole: bool, show: Callable
         too_large = _Refused(f"it has more than {most:,} bytes; --limit raises the limit")
         if whole and size is not None and size > most:
             raise too_large
-        done, window, before = 0, time.monotonic(), 0
+        done = 0
         while chunk := source.read(min(CHUNK, most - done + whole)):
             done += len(chunk)
             if done > most:
                 raise too_large
             into.write(chunk)
-            if time.monotonic() - window > SILENT_S:
-                if done - before < LEAST_BYTES:
-                    raise _Refused(f"the server sent {done - before:,} bytes in {SILENT_S} seconds, too few to go on")
-                window, before = time.monotonic(), done
             show(f"downloading {name}: {done / 1e6:,.1f}{of} MB")
         if size is not None and done < min(size, most) and not HTTP.match(address):  # aiohttp checks the size itself
             raise OSError(f"the download ended after {done:,} of {size:,} bytes")
@@ -204,49 +196,29 @@ def _filesystem(address: str) -> tuple[object, str]:
         from fsspec.registry import known_implementations
     except ImportError:
         raise MissingPackage(f"{protocol}://", PACKAGES.get(protocol, WITH_HTTP)) from None
-    options = {}
-    try:
-        if HTTP.match(address):
-            urlsplit(address)
-    except ValueError as problem:
-        raise _Refused(f"not a valid URL: {problem}") from None
+    is_http, options = HTTP.match(address), {}
     try:
         address = re.sub(r"^[a-zA-Z][\w+.-]*(?=://)", lambda one: one[0].lower(), address)
-        if HTTP.match(address):
+        if is_http:
+            urlsplit(address)
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
             # An encoded URL stays as it is, because a signature may depend on it.
-            client = {"timeout": timeout, "response_class": _bounded(aiohttp.ClientResponse)}
-            options = {"client_kwargs": client, "encoded": "%" in address}
+            options = {"client_kwargs": {"timeout": timeout}, "encoded": "%" in address}
         return url_to_fs(address, **options)
     except ImportError as problem:
         package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
-        package = WITH_HTTP if HTTP.match(address) else PACKAGES.get(protocol, package.replace("_", "-"))
+        package = WITH_HTTP if is_http else PACKAGES.get(protocol, package.replace("_", "-"))
         if package == "fsspec":
             raise _Refused(f"a package for {protocol}:// is missing: {problem}") from problem
         raise MissingPackage(f"{protocol}://", package) from problem
     except ValueError as problem:
+        if is_http:
+            raise _Refused(f"not a valid URL: {problem}") from None
         if protocol in known_implementations:
             raise
         raise _Refused(f"fsspec knows no protocol {protocol}://") from problem
-
-
-@cache
-def _bounded(response: type) -> type:
-    """Return the class of aiohttp's answers with a limit on the text of a list of files, which may have no end."""
-
-    async def text(answer: object, encoding: str | None = None, errors: str = "strict") -> str:
-        begun, read = time.monotonic(), bytearray()
-        async for chunk in answer.content.iter_any():
-            read += chunk
-            if len(read) > LISTING_BYTES or time.monotonic() - begun > SILENT_S:
-                raise _Refused(
-                    f"its list of files has more than {LISTING_BYTES:,} bytes or takes over {SILENT_S} seconds"
-                )
-        return read.decode(encoding or answer.charset or "utf-8", errors)
-
-    return type("Bounded", (response,), {"text": text})
 
 
 def _protocol(address: str) -> str:
@@ -288,10 +260,8 @@ def _is_final(problem: Exception) -> bool:
 def _status(problem: Exception) -> int | None:
     """Return the HTTP status of a failure, under the name that its library uses; None without one."""
     response = getattr(problem, "response", None)
-    for status in (getattr(problem, "status", None), getattr(response, "status_code", None)):
-        if type(status) is int:
-            return status
-    return None
+    status = getattr(problem, "status", getattr(response, "status_code", None))
+    return status if type(status) is int else None
 
 
 def _told(problem: Exception, address: str) -> str:

@@ -125,6 +125,16 @@ def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[O
             pending.extend(reversed(one.children))
 
 
+def with_depths(roots: Sequence[Op]) -> Iterator[tuple[Op, int]]:
+    """Yield these slices and all in them with their depths, parents first."""
+    stack = [(root, 0) for root in reversed(roots)]
+    while stack:
+        op, depth = stack.pop()
+        yield op, depth
+        if op.children:
+            stack.extend([(child, depth + 1) for child in reversed(op.children)])
+
+
 def innermost(ops: Sequence[Op], time: int) -> list[Op]:
     """Return the ops that enclose a time on one thread, outermost first. ops: the thread's root ops, by start."""
     found = []
@@ -265,13 +275,6 @@ class Sync(msgspec.Struct, frozen=True):
     awaited: int | None
 
 
-class Samples(msgspec.Struct, frozen=True):
-    """The samples of a counter of a device in order: when each was taken or begun (ns), and its value."""
-
-    times: list[int]
-    values: list[float]
-
-
 class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One recorded step, or the whole of a trace without steps."""
 
@@ -302,13 +305,7 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def _ops(self) -> tuple[Op, ...]:
         # Many figures go through all ops of a step, and an iterator over a tuple is the fastest way.
-        found, stack = [], list(reversed(self.roots))
-        while stack:
-            op = stack.pop()
-            found.append(op)
-            if op.children:
-                stack.extend(reversed(op.children))
-        return tuple(found)
+        return tuple(chain.from_iterable(root.walk() for root in self.roots))
 
     @cached_property
     def labels(self) -> list[Op]:
@@ -318,15 +315,9 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def outermost(self) -> list[Op]:
         """Return the outermost ops and calls of all threads, by start, with annotations of loaders and optimizers."""
-        pending, found = list(self.roots), []
-        while pending:
-            op = pending.pop()
-            if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZERS)):
-                pending.extend(op.children)
-            else:
-                found.append(op)
-        found.sort(key=_start)
-        return found
+        counts = (LOADER, OPTIMIZERS)
+        found = outermost(self.roots, lambda op: op.kind != "label" or op.name.startswith(counts))
+        return sorted(found, key=_start)
 
     def named(self, wanted: Callable[[str], object]) -> list[Op]:
         """Return the ops and calls with a wanted name, parents first. Names are far fewer than ops."""
@@ -357,12 +348,7 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def dispatch(self) -> Iterator[tuple[Op, int]]:
         """Yield every op with its depth, parents first."""
-        stack = [(root, 0) for root in reversed(self.roots)]
-        while stack:
-            op, depth = stack.pop()
-            yield op, depth
-            if op.children:
-                stack.extend([(child, depth + 1) for child in reversed(op.children)])
+        return with_depths(self.roots)
 
 
 class ProcessGroup(msgspec.Struct, frozen=True):
@@ -502,7 +488,6 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     taken: Counter  # the same of a trace without any known work: taken for the device's work
     nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
     syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
-    counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     quality: Quality = msgspec.field(default_factory=Quality)  # what the recording can decide
     processes: tuple[Process, ...] = ()  # of a file that holds several: this one, and then the others

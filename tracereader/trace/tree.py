@@ -25,9 +25,9 @@ from tracereader.trace.facts import RunFacts, of_other_steps, usable
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
-from tracereader.trace.marks import Marks, StepsBy
+from tracereader.trace.marks import StepsBy
 from tracereader.trace.quality import clip, earlier_work, quality_of, steps_left_out
-from tracereader.trace.slices import Frame, Op, Phase, Rank, Samples, Slice, Step, Sync, Trace, Work
+from tracereader.trace.slices import Frame, Op, Phase, Rank, Slice, Step, Sync, Trace, Work
 from tracereader.trace.waits import OF_THE_DEVICE
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -75,7 +75,7 @@ def _built(
 ) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     unusable: list[int] = []  # the places of the events without usable times
-    old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
+    old_ops, nodes, syncs, edges, inside = [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
     made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
             "kernel": (Work, work), "memcpy": (Work, work), "memset": (Work, work), "span": (Work, spans),
@@ -103,8 +103,6 @@ def _built(
                 flows.append(event)
             elif event.name == "[memory]":
                 memory.append(event)
-            elif event.ph == "C":
-                counted.append(event)
             elif type(event.id) is int and event.id >= GRAPH_EDGE:
                 edges.append(event)
             if event.ph in ("s", "f"):
@@ -183,8 +181,8 @@ def _built(
         flows, memory, syncs, edges = (
             [event for event in some if one.owns(event.pid)] for some in (flows, memory, syncs, edges)
         )
-        if one.is_one_of_several_ranks:  # the file's other members are those of any of them
-            facts, rank = RunFacts(), None
+        if any(other.gpu_activities or other.has_steps for other in one.processes[1:]):
+            facts, rank = RunFacts(), None  # the file's other members are those of any of several ranks
 
     show("building the call tree")
     marks = [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
@@ -194,7 +192,11 @@ def _built(
     elif steps_by is StepsBy.FOUND and not marks and facts == RunFacts():  # a run that stored facts knows its step
         by = marked.found(ops)
     if by is not None or steps_by is StepsBy.NOTHING:
-        recorded, marks = marks, _as_slices(by) if by is not None else []
+        recorded, spans_of_steps = marks, by.spans if by is not None else ()
+        marks = [
+            Op(f"{STEP}{number}", "label", start, end - start, by.track, msgspec.Raw(b"{}"))
+            for number, (start, end) in enumerate(spans_of_steps, 1)
+        ]
         if recorded and len(recorded) != len(marks):
             facts = of_other_steps(facts)
         # The marks come first, so that a call as long as its step lies inside it.
@@ -219,7 +221,9 @@ def _built(
     own = [one for one in work if id(one) not in earlier] if earlier else work
     steps, outside = _steps(marks, roots, own)
     quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
-    steps, outside = kept, _without(steps, kept, outside)
+    if len(kept) < len(steps):
+        others = (op for step in steps_left_out(steps, kept) for op in step.roots)
+        steps, outside = kept, tuple(sorted([*outside, *others], key=_start))
     devices = _devices(properties, work, "device" if taken else "GPU")
     asking = {name for name in op_names if "Occupancy" in name}
     called = {op.name for op in ops if op.kind == "runtime"}
@@ -260,18 +264,9 @@ def _built(
         taken=taken,
         nodes=tuple(nodes),
         syncs=_syncs(syncs, calls),
-        counters=_counters(counted, zero),
         inside=tuple(inside),
         quality=quality,
     )
-
-
-def _without(steps: tuple[Step, ...], kept: tuple[Step, ...], outside: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Return what lies outside the steps that are kept: what lay outside all of them, and the slices of the others."""
-    if len(kept) == len(steps):
-        return outside
-    others = (op for step in steps_left_out(steps, kept) for op in step.roots)
-    return tuple(sorted([*outside, *others], key=_start))
 
 
 def _kinds(events: list[Event], categories: set[str]) -> tuple[dict[str, str], Counter, Counter]:
@@ -486,23 +481,6 @@ def _syncs(events: list[Event], calls: dict[int, Op]) -> tuple[Sync, ...]:
     return tuple(sorted(found, key=lambda one: one.call.start))
 
 
-COUNTED_DEVICE = re.compile(r"GPU (\d+) Counters")
-
-
-def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
-    """Return the samples of each counter. Kineto names counters in arguments, the newer collector by events."""
-    taken = grouped(())
-    for event in events:
-        named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
-        device = int(named[1]) if named else event.pid
-        if type(device) is not int or not is_time(event.ts):
-            continue
-        for name, value in decoded_object(event.args).items():
-            if type(value) in (int, float) and math.isfinite(value):
-                taken[device, name or event.name].append((_ns(event, zero), float(value)))
-    return {key: Samples(*map(list, zip(*sorted(samples), strict=True))) for key, samples in taken.items()}
-
-
 def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
     found = []
     for event in events:
@@ -511,14 +489,6 @@ def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
         if is_time(event.ts) and type(size) is type(total) is type(device) is int and abs(total) < 2**60:
             found.append(slices.Memory(_ns(event, zero), (event.pid, event.tid), size, total, device))
     return tuple(sorted(found, key=lambda one: one.time))
-
-
-def _as_slices(marks: Marks) -> list[Op]:
-    """Return the slice of each step that an annotation's calls mark, like the profiler's own marks."""
-    return [
-        Op(f"{STEP}{number}", "label", start, end - start, marks.track, msgspec.Raw(b"{}"))
-        for number, (start, end) in enumerate(marks.spans, 1)
-    ]
 
 
 def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:

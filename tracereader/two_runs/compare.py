@@ -1,4 +1,4 @@
-"""The changes between two runs' typical steps, and the similarities: flags, GPU work and ops."""
+"""What a comparison of several runs asks first: their names and devices, and whether their steps compare."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ import msgspec
 
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
-from tracereader.trace.labels import COMPILE_ROWS
 from tracereader.two_runs.side import Side
 
 
@@ -51,35 +50,6 @@ def distinct_names(sides: Sequence[Side]) -> list[str]:
     return names
 
 
-class FlagChange(msgspec.Struct, frozen=True):
-    """A flag of a numbered script with its value in each run as text; True: given without a value, None: not given."""
-
-    name: str
-    before: str | bool | None
-    after: str | bool | None
-
-
-class InputsChange(msgspec.Struct, frozen=True):
-    """An op that two runs call equally often, with the tensors that only one of them has, the most frequent first."""
-
-    op: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-
-
-class OpsChange(msgspec.Struct, frozen=True):
-    """The ops of two steps by name. rows_new: torch.compile's rows that only the second step has.
-
-    calls: names in both steps with different numbers of calls, and both numbers.
-    """
-
-    gone: tuple[str, ...]
-    new: tuple[str, ...]
-    rows_new: tuple[str, ...]
-    calls: dict[str, tuple[int, int]]
-    same: tuple[str, ...]
-
-
 def only_one_has_gpu_work(first: Side, other: Side) -> bool:
     """Return whether the runs are recordings of different kinds, whose times do not compare."""
     return first.summary.has_gpu_work != other.summary.has_gpu_work
@@ -93,48 +63,3 @@ def only_one_has_steps(first: Side, other: Side) -> bool:
 def compare_by_step(first: Side, other: Side) -> bool:
     """Return whether the times of the two runs' steps can be compared."""
     return not only_one_has_steps(first, other) and not only_one_has_gpu_work(first, other)
-
-
-def flags(first: Side, other: Side) -> list[FlagChange]:
-    """Return the flags that two runs of numbered scripts share and that have different values."""
-    before, after = (
-        {name: _value(flag) for name, flag in side.summary.source.facts.flags.items()} for side in (first, other)
-    )
-    return [FlagChange(name, was, after[name]) for name, was in before.items() if after.get(name, was) != was]
-
-
-def _value(flag: object) -> str | bool | None:
-    return None if flag is None or flag is False else True if flag is True else str(flag)
-
-
-def ops(first: Side, other: Side) -> OpsChange:
-    """Return the ops that only one of two steps calls, and those that both call. A kernel's name is no op."""
-    new = sorted(set(other.ops) - set(first.ops))
-    kept = sorted(set(first.ops) & set(other.ops))
-    calls = {name: (first.ops[name], other.ops[name]) for name in kept if first.ops[name] != other.ops[name]}
-    return OpsChange(
-        gone=tuple(sorted(set(first.ops) - set(other.ops))),
-        new=tuple(name for name in new if name not in COMPILE_ROWS and name not in other.work),
-        rows_new=tuple(name for name in new if name in COMPILE_ROWS),
-        calls=calls,
-        same=tuple(name for name in kept if name not in calls),
-    )
-
-
-def inputs(first: Side, other: Side) -> list[InputsChange]:
-    """Return the tensors that only one run has, for ops called equally often in both runs, the costliest op first."""
-    found = []
-    times = other.summary.cpu.ops
-    for name in sorted(times, key=lambda name: -times[name].self_us):
-        before, after = (Counter(side.summary.cpu.inputs.get(name)) for side in (first, other))
-        if before and after and before != after and before.total() == after.total():
-            gone, new = (tuple(one for one, _ in some.most_common()) for some in (before - after, after - before))
-            found.append(InputsChange(name, gone, new))
-    return found
-
-
-def graphs(first: Side, other: Side) -> tuple[list[str], list[str]] | None:
-    """Return the hashes of the graphs that two compiled runs call; None if they are equal."""
-    if not first.graphs or not other.graphs or first.graphs == other.graphs:
-        return None
-    return first.graphs, other.graphs

@@ -45,12 +45,6 @@ def ratio(before_us: float, after_us: float) -> str:
     return f"{factor:,.{digits}f} times as {'fast' if before_us >= after_us else 'long'}"
 
 
-def heading(before: Side, after: Side) -> str | None:
-    """Return the ratio of two runs' steps; None if they do not compare by step."""
-    times = step_us(before), step_us(after)
-    return ratio(*times) if compare.compare_by_step(before, after) and all(times) else None
-
-
 def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: bool = False) -> str:
     """Return the pace of a run against another, with the reasons; of one step without them."""
     if compare.only_one_has_gpu_work(before, after):
@@ -95,7 +89,9 @@ def reasons(before: Side, after: Side) -> list[str]:
         with_calls = f", with {counted(calls[1], 'launch', 'launches')} instead of {calls[0]:,}"
         explains = _differ(*calls) and (calls[0] > calls[1]) == (idle[0] > idle[1])
         waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * explains}"]
-    speed = [] if by_graph or share < CONSIDERABLE else _cpu_speed(before, after, difference)
+    was, now = _same_calls_us(before, after)
+    is_slower = not by_graph and share >= CONSIDERABLE and (was - now) / difference >= CONSIDERABLE
+    speed = [_same_calls(was, now)] if is_slower else []
     found = [*launched, *_other_ways(before, after), *speed, *waits, *_by_family(before, after, difference)]
     return found[: REASONS + 1]
 
@@ -193,12 +189,6 @@ def _waits(before: Side, after: Side) -> list[str]:
         unit, (was_us, now_us) = in_one_unit(us)
         found.append(f"{now_us} {unit} of waiting for the DataLoader instead of {was_us}")
     return found
-
-
-def _cpu_speed(before: Side, after: Side, difference: float) -> list[str]:
-    """Return a sentence on ops and calls that both steps call equally often, if their self time explains much."""
-    was, now = _same_calls_us(before, after)
-    return [_same_calls(was, now)] if (was - now) / difference >= CONSIDERABLE else []
 
 
 def _same_calls_us(before: Side, after: Side) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tracereader.trace.labels import COMPILE_ROWS
 from tracereader.two_runs import compare, work_sentences
 from tracereader.two_runs.side import Side
 from tracereader.two_runs.work_sentences import NAMES_SHOWN, and_more
@@ -44,37 +45,56 @@ def difference(first: Side, other: Side) -> Difference:
 
 
 def flags(first: Side, other: Side) -> str:
-    """Return the flags in which two runs of numbered scripts differ, as one text; "" without any."""
-    texts = [f"{_flag(one.name, one.before)} → {_flag(one.name, one.after)}" for one in compare.flags(first, other)]
+    """Return the flags in which two runs of numbered scripts differ, as one text; "" without any.
+
+    Only flags that both scripts have are compared.
+    """
+    before, after = (side.summary.source.facts.flags for side in (first, other))
+    told = {name: tuple(_flag(name, one[name]) for one in (before, after)) for name in before if name in after}
+    texts = [f"{was} → {now}" for was, now in told.values() if was != now]
     return "flags: " + "; ".join(texts) if texts else ""
 
 
 def _flag(name: str, value: object) -> str:
     typed = f"--{name.replace('_', '-')}"
-    return {None: f"without {typed}", True: typed}.get(value, f"{typed} {value}")
+    if value is None or value is False:
+        return f"without {typed}"
+    return typed if value is True else f"{typed} {value}"
 
 
 def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
-    found = compare.ops(first, other)
-    calls = [f"{name} {before:,} → {after:,}" for name, (before, after) in found.calls.items()]
-    lists = {"ops gone": found.gone, "torch.compile's rows before the ops": found.rows_new}
-    lists |= {"ops new": found.new, "calls": calls}
+    """Return sentences on the ops that only one of two steps calls, and on those that both call equally often."""
+    kept, new = sorted(first.ops.keys() & other.ops.keys()), sorted(other.ops.keys() - first.ops.keys())
+    counts = {name: (first.ops[name], other.ops[name]) for name in kept}
+    lists = {
+        "ops gone": sorted(first.ops.keys() - other.ops.keys()),
+        "torch.compile's rows before the ops": [name for name in new if name in COMPILE_ROWS],
+        # A kernel's name is no op.
+        "ops new": [name for name in new if name not in COMPILE_ROWS and name not in other.work],
+        "calls": [f"{name} {was:,} → {now:,}" for name, (was, now) in counts.items() if was != now],
+    }
     changed = [f"{what}: {_listed(names)}" for what, names in lists.items() if names]
     changed += _inputs(first, other) + _graphs(first, other)
-    return changed, ["ops: " + _listed(found.same, FEW)] if found.same else []
+    same = [name for name, (was, now) in counts.items() if was == now]
+    return changed, ["ops: " + _listed(same, FEW)] if same else []
 
 
 def _inputs(first: Side, other: Side) -> list[str]:
-    found = compare.inputs(first, other)
-    texts = [f"{one.op} {_listed(one.before, 1)}, then {_listed(one.after, 1)}" for one in found[:INPUTS_SHOWN]]
-    rest = and_more(len(found), INPUTS_SHOWN).replace(" more", " more ops")
-    return [f"inputs: {'; '.join(texts)}{rest}"] if texts else []
+    """Return a sentence on the tensors that only one run has, for ops called equally often, the costliest op first."""
+    texts, times = [], other.summary.cpu.ops
+    for name in sorted(times, key=lambda name: -times[name].self_us):
+        before, after = (Counter(side.summary.cpu.inputs.get(name)) for side in (first, other))
+        if before and after and before != after and before.total() == after.total():
+            gone, new = ([one for one, _ in some.most_common()] for some in (before - after, after - before))
+            texts.append(f"{name} {_listed(gone, 1)}, then {_listed(new, 1)}")
+    rest = and_more(len(texts), INPUTS_SHOWN).replace(" more", " more ops")
+    return [f"inputs: {'; '.join(texts[:INPUTS_SHOWN])}{rest}"] if texts else []
 
 
 def _graphs(first: Side, other: Side) -> list[str]:
     """Return a sentence on other hashes of graphs, without a reason: torch's version and settings are part of them."""
-    found = compare.graphs(first, other)
-    if found is None:
+    found = first.graphs, other.graphs
+    if not all(found) or found[0] == found[1]:
         return []
     before, after = (_listed([f"{one[:HASH_SHOWN]}…" for one in graphs], FEW) for graphs in found)
     has = "graphs have other hashes" if max(map(len, found)) > 1 else "graph has another hash"
@@ -87,8 +107,5 @@ def _listed(names: Sequence[str], shown: int = OPS_SHOWN) -> str:
 
 def setup(side: Side) -> str:
     """Return the GPU activities of one run's step as text, counted by operation."""
-    parts = Counter()
-    for name, count in side.work.items():
-        parts[side.parts[name]] += count
-    shown = ", ".join(f"{count} x {part}" for part, count in parts.most_common(NAMES_SHOWN))
-    return shown + and_more(len(parts), NAMES_SHOWN) or "no GPU work"
+    shown = ", ".join(f"{count} x {part}" for part, count in side.parts.most_common(NAMES_SHOWN))
+    return shown + and_more(len(side.parts), NAMES_SHOWN) or "no GPU work"

@@ -66,15 +66,13 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def says(self) -> dict[str, KernelName]:
         """Return the decoded name of each name of GPU work, by its longest activity."""
-        found: dict[str, KernelName] = {}
-        for one in sorted(self.summary.gpu_work, key=lambda one: -one.us):
-            found.setdefault(one.name, one.says)
-        return found
+        by_time = sorted(self.summary.gpu_work, key=lambda one: -one.us)
+        return {one.name: one.says for one in reversed(by_time)}
 
     @cached_property
-    def parts(self) -> dict[str, str]:
-        """Return a short description of each GPU activity, by name."""
-        return {one.name: _part(one) for one in self.summary.gpu_work}
+    def parts(self) -> Counter:
+        """Return the number of GPU activities by a short description of each."""
+        return Counter(map(_part, self.summary.gpu_work))
 
 
 def _part(one: GpuWork) -> str:

@@ -7,12 +7,11 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.changes import catalogue
-from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import Opportunity
 from tracereader.figures import Summary
 from tracereader.findings import steps
 from tracereader.findings.finding import family_in_words
-from tracereader.replay import Refused
+from tracereader.show.comparison import proposed_by
 from tracereader.show.limits import measures
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
@@ -30,7 +29,7 @@ class Runs:
     def __init__(self):
         self.packing = Packing()
         self.summaries: list[Summary] = []
-        self.proposed: tuple[Opportunity, ...] = ()  # by the first run's report
+        self.proposed: Sequence[Opportunity] = ()  # by the first run's report
         self.decoded: dict[str, str] = {}
         self.pieces: list[dict] = []
         self.steps: list[dict] = []
@@ -47,8 +46,7 @@ class Runs:
         self.pieces += data.pieces(summary)
         self.decoded |= data.decoded_names(trace)
         if not self.summaries:
-            found = opportunities(trace, summary)
-            self.proposed = () if isinstance(found, Refused) else [one for one in found if not one.is_unknown]
+            self.proposed = proposed_by(trace, summary)
         self.summaries.append(summary)
         self.steps.append(
             {"name": f"run {number}, step {step.number}", "start": step.start - zero, "end": step.end - zero}
@@ -77,7 +75,8 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
     found = [sentences.difference(sides[0], side) for side in sides[1:]]
     if len(sides) == 2:
-        runs[1]["ratio"] = faster.heading(*sides)
+        times = list(map(faster.step_us, sides))
+        runs[1]["ratio"] = faster.ratio(*times) if compare.compare_by_step(*sides) and all(times) else None
     for run, side in zip(runs, sides, strict=True):
         compares = runs[0]["step"] and not compare.only_one_has_gpu_work(sides[0], side)
         run["of_first"] = run["step"] / runs[0]["step"] if compares else None
@@ -116,7 +115,7 @@ def _run(side: compare.Side, name: str) -> dict:
     return {
         "name": name,
         "file": Path(one.source.trace).name,
-        "device": ", ".join(dict.fromkeys(one.source.devices)) or "CPU only",
+        "device": compare.devices_of(side),
         "regime": word,
         "why": why,
         "busy": steps.busy_machine(one),

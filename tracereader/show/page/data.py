@@ -27,6 +27,7 @@ from tracereader.show.work import attention_in_words, product_in_words
 from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
 from tracereader.trace.kernel_names import labels
+from tracereader.trace.processes import some_of
 
 NAME_SHOWN = 72  # characters of a name in a table; a click shows all of it
 NAME_IN_A_SLICE = 48
@@ -35,7 +36,6 @@ DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
 MANY = 4  # modules of a class, such as layers, that fold into one row
-NAMED = 3  # paths or hosts that are named; of the others the number is given
 OF_A_STEP = ("name", "number", "cpu_us", "gpu_busy_us", "gpu_span_us", "gpu_idle_share", "launches",
              "launch_to_start_us", "times_the_typical", "loading_us")  # fmt: skip
 OF_A_KERNEL = ("family", "asked_by", "count", "total_us", "median_us", "low_us", "high_us", "share")
@@ -323,17 +323,12 @@ def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
     names = [host for host in dict.fromkeys(hosts) if host]
     found = [f"the host name {host}" for host in names] if len(names) == 1 else []
     if len(names) > 1:
-        found = [f"{counted(len(names), 'host name')}: {_first(names)}"]
+        found = [f"{counted(len(names), 'host name')}: {some_of(names)}"]
     texts = [*slices["names"], *map(str, slices["arguments"])]
     paths = dict.fromkeys(path for text in texts for path in PATH.findall(text))
     if paths:
-        found.append(f"{counted(len(paths), 'file path')}: {_first(list(paths))}")
+        found.append(f"{counted(len(paths), 'file path')}: {some_of(list(paths))}")
     return found
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def numbers_of_pieces(trace: Trace, summary: Summary) -> dict[int, int]:

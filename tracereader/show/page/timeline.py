@@ -19,13 +19,16 @@ from tracereader.figures.summary import window
 from tracereader.trace import Op, Phase, Step, Trace, Work
 from tracereader.trace.decoded import decoded
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import FAMILIES
+from tracereader.trace.slices import with_depths
 
 NOBODY = 0  # in a column of places that count from 1
 KINDS = (
     "label", "op", "runtime", "module", "overhead", "kernel", "memcpy", "memset", "span", "phase", "collective", "wait",
     "inside", "inside_wait",
 )  # fmt: skip
+COLUMNS = ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
 FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 # Ids that tie one event to others. Every slice has different ones, and the timeline draws the ties.
@@ -94,16 +97,6 @@ def _kind(one: Op | Work | Phase) -> str:
     return "inside_wait" if isinstance(one, Phase) and one.waits else one.kind
 
 
-class _Side:
-    """The slices of threads, or of streams, as columns that grow track by track."""
-
-    def __init__(self):
-        self.tracks: list[dict] = []
-        self.columns: dict[str, list[int]] = {
-            name: [] for name in ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
-        }
-
-
 def _is_deep(found: object) -> bool:
     """Return whether lists nest deeper than any profiler writes, because JSON's readers and writers recurse."""
     level = [found]
@@ -125,14 +118,16 @@ class Packing:
     def __init__(self):
         self.names: dict[str, int] = {}  # numbers, in the order in which the names come
         self.arguments = _Arguments()
-        self.cpu, self.gpu = _Side(), _Side()
+        # The slices of threads and of streams, as columns that grow track by track.
+        self.tracks: dict[str, list[dict]] = {"CPU": [], "GPU": []}
+        self.columns: dict[str, dict[str, list[int]]] = {side: {name: [] for name in COLUMNS} for side in self.tracks}
         self.end = 0
 
     def add(self, group: str, title: str, rows: Sequence[tuple], zero: int) -> None:
         """Add a track. rows: slices with their depths, by start. zero: the origin of the page's times (ns)."""
-        side = self.gpu if group == "GPU" else self.cpu
+        side = "GPU" if group == "GPU" else "CPU"
         slices = [one for one, _ in rows]
-        columns, names, arguments = side.columns, self.names, self.arguments
+        columns, names, arguments = self.columns[side], self.names, self.arguments
         starts = array("q", [one.start - zero for one in slices])
         columns["start"].extend(starts[:1])
         columns["start"].extend(map(sub, starts[1:], starts[:-1]))  # the others by the difference from the one before
@@ -141,7 +136,7 @@ class Packing:
         columns["kind"].extend([KIND_OF.get(_kind(one), KIND_OF["module"]) for one in slices])
         columns["depth"].extend([depth for _, depth in rows])
         columns["arguments"].extend([arguments[one.raw] for one in slices])
-        side.tracks.append({"group": group, "title": title, "slices": len(rows)})
+        self.tracks[side].append({"group": group, "title": title, "slices": len(rows)})
         self.end = max(self.end, max((one.end for one in slices), default=zero) - zero)
 
     def add_trace(
@@ -153,7 +148,7 @@ class Packing:
         """
         place: dict[int, int] = {}
         for title, rows in _cpu_tracks(trace, steps):
-            first = len(self.cpu.columns["name"]) + 1
+            first = len(self.columns["CPU"]["name"]) + 1
             place.update((id(one), at) for at, (one, _) in enumerate(rows, first) if one.kind == "runtime")
             self.add("CPU", run + title, rows, zero)
         if trace.overheads and steps is None:
@@ -162,7 +157,7 @@ class Packing:
             self.add("inside", run + title, rows, zero)
         for title, rows in _gpu_tracks(trace, steps):
             self.add("GPU", run + title, rows, zero)
-            columns, work = self.gpu.columns, [one for one, _ in rows]
+            columns, work = self.columns["GPU"], [one for one, _ in rows]
             columns["launch"].extend([place.get(id(one.launch), NOBODY) for one in work])
             columns["piece"].extend([pieces.get(id(one), NOBODY) for one in work])
             columns["family"].extend([0 if one.kind == "span" else FAMILY_OF[says(one).family] for one in work])
@@ -173,11 +168,9 @@ class Packing:
         Times are whole ns. Slices are in the order of their tracks, and in each by start. `launch` of GPU work is the
         position of its launch call among them, from 1 up.
         """
-        columns = Columns()
-        for name in ("start", "dur", "name", "kind", "depth", "arguments"):
-            columns.add(name, self.cpu.columns[name] + self.gpu.columns[name])
-        for name in ("launch", "piece", "family"):
-            columns.add(name, self.gpu.columns[name])
+        columns, (cpu, gpu) = Columns(), self.columns.values()
+        for name in COLUMNS:
+            columns.add(name, cpu[name] + gpu[name])  # threads have no launch, piece or family
         return (
             {
                 "end": self.end,
@@ -187,9 +180,9 @@ class Packing:
                 "arguments": self.arguments.texts,
                 "arguments_left_out": self.arguments.left_out,
                 "ids_left_out": LEFT_OUT,
-                "tracks": self.cpu.tracks + self.gpu.tracks,
-                "first_work": len(self.cpu.columns["name"]),
-                "work": len(self.gpu.columns["name"]),
+                "tracks": self.tracks["CPU"] + self.tracks["GPU"],
+                "first_work": len(cpu["name"]),
+                "work": len(gpu["name"]),
                 "columns": columns.described,
                 "idle": None,
                 "memory": [],
@@ -227,46 +220,32 @@ def _tops(trace: Trace) -> list[Op]:
 def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
     """Yield each thread's title and slices with their depths, by start. A thread's modules come before its calls."""
     tops = _tops(trace) if steps is None else [root for step in steps for root in step.roots]
-    threads: dict[tuple, list[tuple[Op, int]]] = {}
-    for top in tops:
-        threads.setdefault(top.track, []).extend(_below(top))
-    for track, rows in threads.items():
+    for track, some in grouped((top.track, top) for top in tops).items():
         # The walk yields parents first, but a call that outlasts its parent may start after its parent's next sibling.
-        rows.sort(key=lambda row: row[0].start)
+        rows = sorted(_rows(some), key=lambda row: row[0].start)
         modules = trace.modules.get(track, ()) if steps is None else ()
         if modules:
-            yield f"thread {track[1]}: modules", [row for root in modules for row in _below(root)]
+            yield f"thread {track[1]}: modules", _rows(modules)
         yield f"thread {track[1]}", rows
 
 
-def _below(top: Op) -> Iterator[tuple[Op, int]]:
-    """Yield a slice and all slices in it, with their depths, parents first."""
-    stack = [(top, 0)]
-    while stack:
-        op, depth = stack.pop()
-        yield op, min(depth, DEEPEST)
-        if op.children:
-            stack.extend([(child, depth + 1) for child in reversed(op.children)])
+def _rows(roots: Sequence[Op]) -> list[tuple[Op, int]]:
+    return [(op, min(depth, DEEPEST)) for op, depth in with_depths(roots)]
 
 
 def _inside_tracks(trace: Trace) -> Iterator[tuple[str, list[tuple[Phase, int]]]]:
     """Return the lanes of the blocks that recorded their phases."""
-    lanes: dict[tuple, list[Phase]] = {}
-    for one in trace.inside:
-        lanes.setdefault(one.track, []).append(one)
-    for number, phases in enumerate(lanes.values(), 1):
+    for number, phases in enumerate(grouped((one.track, one) for one in trace.inside).values(), 1):
         yield f"inside a kernel: recorded block {number}", _stacked(phases)
 
 
 def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
     """Yield each stream's title and work, the busiest stream first. A stream's annotations come before its work."""
     several = len({one.device for one in trace.work}) > 1
-    streams: dict[tuple, list[Work]] = {}
-    for one in trace.work if steps is None else [one for step in steps for one in step.work]:
-        streams.setdefault(one.track, []).append(one)
-    spans: dict[tuple, list[Work]] = {}
-    for one in sorted(trace.spans if steps is None else (), key=lambda one: (one.start, -one.dur)):
-        spans.setdefault(one.track, []).append(one)
+    work = trace.work if steps is None else [one for step in steps for one in step.work]
+    streams = grouped((one.track, one) for one in work)
+    by_start = sorted(trace.spans if steps is None else (), key=lambda one: (one.start, -one.dur))
+    spans = grouped((one.track, one) for one in by_start)
     for track in sorted(streams, key=lambda track: -len(streams[track])):
         device = f"GPU {streams[track][0].device} " if several else "GPU "
         if track in spans:
@@ -307,9 +286,7 @@ MEMORY_POINTS = 2_000
 
 def _memory(trace: Trace, zero: int) -> list[dict]:
     """Return the allocated memory over time, by device: [time, bytes, …]."""
-    by_device: dict[int, list[tuple[int, int]]] = {}
-    for one in trace.memory:
-        by_device.setdefault(one.device, []).append((max(0, one.time - zero), one.total))
+    by_device = grouped((one.device, (max(0, one.time - zero), one.total)) for one in trace.memory)
     found = []
     for device, points in sorted(by_device.items(), reverse=True):
         events = len(points)
