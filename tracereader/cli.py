@@ -151,7 +151,7 @@ def main(argv=None):
     if args.open:
         from tracereader.show import perfetto
 
-        perfetto.hand_over(args.traces[-1], limit=args.limit)
+        perfetto.hand_over(args.traces[-1])
 
 
 def _compare(args, view, first: list, summary, limits) -> None:

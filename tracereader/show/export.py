@@ -1,4 +1,4 @@
-"""Writes a trace, or the ranks of a run as one, as JSON of which Perfetto shows every slice (--export, --open)."""
+"""Writes a trace, or the ranks of a run as one, as JSON (--export, and --open for ranks)."""
 
 import gzip
 import io
@@ -9,12 +9,10 @@ import msgspec
 from tracereader.command import BadInput
 from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.findings.finding import counted
-from tracereader.show import tracks
 from tracereader.show.atomic import replace, status_of
-from tracereader.show.perfetto import said_of
 from tracereader.show.text import console, paragraph, plain, shown_path
 from tracereader.trace import TraceError
-from tracereader.trace.decoded import decoded
+from tracereader.trace.decoded import decoded, decoded_object
 from tracereader.trace.document import json_of
 from tracereader.trace.lenient import LARGEST
 
@@ -34,11 +32,12 @@ def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
 
 
 def write(trace: Path, target: str, force: bool, limit: int) -> None:
-    """Write a trace's copy, and print the number of slices that were moved. Raises BadInput."""
-    content, moved = tracks.copy_of(trace, limit)
+    """Write a trace's JSON. Raises BadInput."""
+    content = json_of(trace, limit)
+    if "traceEvents" not in decoded_object(content):
+        raise TraceError(f"{trace}: cannot be copied (it is no JSON with events)")
     _put(content, target, force, [trace])
-    said = f"; {said_of(moved)}" if moved else "; no slice had to be moved"
-    paragraph(console(), f"{plain(shown_path(Path(target)))} is written{said}")
+    paragraph(console(), f"{plain(shown_path(Path(target)))} is written")
 
 
 def write_merged(content: bytes, target: str, force: bool, traces: list[Path], ranks: int) -> None:
@@ -65,8 +64,7 @@ def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
             events, base = _read(Path(one.trace), limit)
             bases = base if bases is None else bases
             events = _of_rank(one, events, (base - bases) / 1e3 - summary.clocks.ahead_us[one.rank])
-            spread, _ = tracks.on_lanes(msgspec.json.encode(events))
-            file.write(b"," * bool(number) + spread[1:-1])
+            file.write(b"," * bool(number) + msgspec.json.encode(events)[1:-1])
         file.write(b"]}")
     first = Path(summary.ranks[0].trace)
     return first.with_name(f"{len(summary.ranks)}_ranks_{first.name.removesuffix('.gz')}.gz"), packed.getvalue()

@@ -5,7 +5,6 @@ until it answers PONG, then {perfetto: {buffer, title, fileName}}. Source: Perfe
 "Deep linking to the Perfetto UI".
 """
 
-import contextlib
 import getpass
 import os
 import secrets
@@ -20,9 +19,7 @@ from pathlib import Path
 
 from tracereader.command import DEFAULT_LIMIT
 from tracereader.interrupts import raised
-from tracereader.show import tracks
 from tracereader.show.text import console, paragraph, plain, shown_path
-from tracereader.trace import TraceError
 from tracereader.trace.document import opened
 
 ORIGIN = "https://ui.perfetto.dev"
@@ -125,17 +122,18 @@ def hand_over(
     content: bytes | None = None,
     timeout_s: float = TIMEOUT_S,
     answer_s: float = ANSWER_S,
-    limit: int = DEFAULT_LIMIT,
 ) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C. Return whether Perfetto has the trace.
 
     content: the bytes to hand over instead of the file's; `trace` is then their name. timeout_s: the seconds to wait
-    for a click on the page. answer_s: the seconds to wait after it for Perfetto's answer. limit: most bytes of JSON.
+    for a click on the page. answer_s: the seconds to wait after it for Perfetto's answer.
     """
     out = console()
     instead = f"open {plain(shown_path(trace))} at {ORIGIN} yourself" if content is None else "run the command again"
     why = "no longer waiting"
-    content = content or _content(trace, limit)
+    if content is None:
+        with opened(trace, DEFAULT_LIMIT) as file:
+            content = file.read()
     with raised(), Server(trace, content, answer_s=answer_s) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
@@ -164,23 +162,6 @@ def hand_over(
             server.shutdown()
     paragraph(out, "handed over to Perfetto" if server.handed_over.is_set() else f"not handed over: {why}")
     return server.handed_over.is_set()
-
-
-def _content(trace: Path, limit: int) -> bytes:
-    """Return a file's bytes, or a copy's in which all versions of Perfetto show every slice beside its track."""
-    with contextlib.suppress(TraceError):  # Perfetto may read a file that the reader cannot
-        content, moved = tracks.copy_of(trace, limit)
-        if moved:
-            paragraph(console(), f"{said_of(moved)}; the file stays as it is")
-            return content
-    with opened(trace, DEFAULT_LIMIT) as file:
-        return file.read()
-
-
-def said_of(moved: int) -> str:
-    """Return a sentence on the slices that do not nest in their track."""
-    slices = f"{moved:,} slices overlap others" if moved > 1 else "1 slice overlaps another"
-    return f"{slices} of the same track; in this copy they are on lanes of their own"
 
 
 def _minutes(seconds: float) -> str:
