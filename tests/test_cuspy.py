@@ -50,8 +50,8 @@ def test_a_trace_written_by_torchs_new_exporter_reads_the_same(path, tmp_path, m
 def graph_nodes(tmp_path, monkeypatch):
     """A recorded decode step that three launches of one graph replay, with all that torch 2.15 tells of its nodes.
 
-    Node k depends on node k - 1. Odd nodes are shown on a lane. After node 9 a callback runs on the CPU, of which
-    queued replays lose the correlation, and node 11 depends on it.
+    Odd nodes are shown on a lane. After node 9 a callback runs on the CPU, of which queued replays lose the
+    correlation. Torch also draws an arrow for each dependency, which is not read.
     """
     recorded = Recorded(GRAPH)
     launches = sorted(
@@ -93,22 +93,12 @@ def test_nodes_of_a_graph_run_on_their_stream_whatever_lane_shows_them(graph_nod
     assert [len(step.work) for step in trace.steps] == [count] * 3
 
 
-def test_a_host_node_is_of_its_replay_even_without_a_correlation(graph_nodes):
+def test_a_callback_on_the_cpu_is_no_work_of_the_device(graph_nodes):
     trace, document, launches, _ = graph_nodes
     raw = [event for event in document["traceEvents"] if event.get("cat") == "graph_host_node"]
     assert sorted(event["args"]["correlation"] for event in raw) == [0, 0, launches[0]]
-    assert [one.launch.args["correlation"] for one in trace.nodes] == launches
-    assert not trace.not_known and all(one.kind != "node" for step in trace.steps for one in step.work)
-
-
-def test_edges_of_a_graph_are_those_that_the_trace_draws(graph_nodes):
-    trace, _, _, count = graph_nodes
-    for step in trace.steps:
-        nodes = {one.args["graph node id"]: one for one in step.work}
-        for node in range(2, count + 1):
-            expected = {nodes[node - 1]} | ({nodes[10]} if node == 12 else set())
-            assert set(nodes[node].after) == expected, node
-        assert not nodes[1].after
+    names = {event["name"] for event in raw}
+    assert not trace.not_known and names.isdisjoint(one.name for one in trace.work)
     assert isinstance(graph_of(trace), Graph)
 
 

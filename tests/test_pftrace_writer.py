@@ -135,15 +135,6 @@ def test_synchronization_and_nodes_of_graphs_are_those_of_the_json_beside_counte
 
     assert len(events_of(as_json, "C")) == 5 and not events_of(as_pftrace, "C")
 
-    def arrows(file):
-        found = collections.defaultdict(list)
-        for one in events_of(file, "s", "f"):
-            if one["id"] >= 1 << 40:
-                found[one["id"]].append((one["ph"], one["pid"], one["tid"], one["ts"]))
-        return sorted(found.values())
-
-    assert arrows(as_pftrace) == arrows(as_json) and len(arrows(as_json)) == 2
-
 
 def test_the_committed_file_is_what_the_exporter_writes(tmp_path):
     path = ROOT / "tests/traces/pftrace/linear.pftrace.gz"

@@ -19,9 +19,9 @@ What is modelled:
   that ended last before it returned. Its self time is at most that of a call that does not need to wait.
 - A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity
   has ended.
-- Waits between streams: recorded synchronizations (CUPTI's) and the edges of a CUDA graph decide, if the trace has
-  them. Otherwise the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows such a
-  call, or that started late for no other reason, waits for the activity of another stream that ended last.
+- Waits between streams: recorded synchronizations (CUPTI's) decide, if the trace has them. Otherwise the trace does not
+  name the streams of cudaStreamWaitEvent. An activity whose launch follows such a call, or that started late for no
+  other reason, waits for the activity of another stream that ended last.
 - Threads that wait for each other (the main thread during backward): a thread has waited for another one if it pauses
   while the other one works, and continues when the other one has stopped.
 - Collectives: their recorded time includes the wait for peers, and does not change.
@@ -537,7 +537,7 @@ class Builder:
 
 
 class _Recorded:
-    """What the trace itself records of waits: CUPTI's synchronizations, and the edges of CUDA graphs."""
+    """What the trace itself records of waits: CUPTI's synchronizations."""
 
     def __init__(self, trace: Trace):
         self.of_call = {id(one.call): one for one in trace.syncs if one.kind != STREAM_WAITS}
@@ -548,7 +548,6 @@ class _Recorded:
         # torch 2.11 on CUDA 13 does not record which event a stream waited for.
         self.has_waits = bool(waits) and all(one.record is not None for one in waits)
         self.called = {stream: [one.call.start for one in some] for stream, some in self.waits.items()}
-        self.has_edges = {id(one.launch) for one in chain(trace.work, trace.nodes) if one.after}
         self.launched: dict[tuple, list[Work]] = defaultdict(list)  # by stream, what has a launch, in its order
         for one in trace.work if trace.syncs else ():
             if one.launch is not None:
@@ -558,13 +557,10 @@ class _Recorded:
 
     def decides(self, one: Work) -> bool:
         """Whether the records show which activities of other streams this one waited for."""
-        return one.launch is not None and (id(one.launch) in self.has_edges if one.from_graph else self.has_waits)
+        return one.launch is not None and not one.from_graph and self.has_waits
 
     def awaited(self, one: Work, since: int) -> Iterator[Work]:
         """The activities of other streams that it depends on. since: when the one before it was launched."""
-        if one.from_graph and one.after:
-            yield from (other for other in _before_in_graph(one) if other.track != one.track)
-            return
         waits = self.waits[one.device, one.track[1]]
         for wait in waits[bisect.bisect_left(waits, since, key=_called) :]:
             if wait.call.start >= one.launch.start:
@@ -613,20 +609,6 @@ def _called(sync: Sync) -> int:
 
 def _launch_start(one: Work) -> int:
     return one.launch.start
-
-
-def _before_in_graph(one: Work) -> Iterator[Work]:
-    """The activities that a graph's node depends on. Between them may be nodes that are no activity."""
-    pending, seen = list(one.after), set()
-    while pending:
-        other = pending.pop()
-        if id(other) in seen:
-            continue
-        seen.add(id(other))
-        if other.kind == "node":
-            pending.extend(other.after)
-        elif other.end <= one.start + SKEW_NS:
-            yield other
 
 
 def _typical(work: Iterable[Work]) -> tuple[int, int]:

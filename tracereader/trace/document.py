@@ -50,11 +50,10 @@ KINDS = {
     "mtia_runtime": "runtime", "glow_runtime": "runtime", "hpu_op": "runtime", "privateuse1_runtime": "runtime",
     "privateuse1_driver": "runtime",
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
-    # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.
-    "graph_host_node": "node", "graph_event_node": "node",
-    # On a device's tracks, and none of its work: who waits for which event, and samples of hardware counters.
+    # On a device's tracks, and none of its work: who waits for which event, samples of hardware counters, and nodes of
+    # a replayed CUDA graph that are callbacks on the CPU or recorded events.
     "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
-    "hardware_counters": "mark",
+    "hardware_counters": "mark", "graph_host_node": "mark", "graph_event_node": "mark",
     "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them
 }  # fmt: skip
 # Categories of Kineto's events that are no slices of a device.

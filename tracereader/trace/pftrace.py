@@ -39,8 +39,8 @@ Entry: iid 1 uint64, name 2 bytes
 Track: uuid 1 uint64, parent_uuid 5 uint64, process 3 Process, thread 4 Thread
 Process: pid 1 int64, process_name 6 bytes
 Thread: pid 1 int64, tid 2 int64, thread_name 5 bytes
-Work: event_id 1 uint64, duration 2 int64, gpu_id 11 int64, hw_queue_iid 13 uint64, stage_iid 14 uint64
-Work: event_wait_ids 18 *uint64, name_iid 20 uint64, compute_kernel 21 bytes, extra_data 6 *bytes
+Work: duration 2 int64, gpu_id 11 int64, hw_queue_iid 13 uint64, stage_iid 14 uint64, name_iid 20 uint64
+Work: compute_kernel 21 bytes, extra_data 6 *bytes
 ExtraData: name 1 bytes, value 2 bytes
 Launch: grid_size 1 Sizes, workgroup_size 2 Sizes, args 3 *LaunchArgument
 Sizes: x 1 uint64, y 2 uint64, z 3 uint64
@@ -65,7 +65,6 @@ TEXT = ("Collective name", "Process Group Name", "Process Group Description")
 OF_THE_WRITER = ("arch", "process_id", "process_name")
 NO_STREAM = (1 << 31) - 1
 FIRST_GPU = 5_000_000  # in the order of processes: what torch writes in JSON
-GRAPH_ARROWS = 1 << 40  # the first number of the arrows between a graph's nodes, above all correlations
 KEPT = 10_000  # arguments whose JSON is kept, because many slices have the same shapes
 
 _FIRST = re.compile(rb"\x0a[\x80-\xff]{0,9}[\x00-\x7f][\x32\x40\x50\x5a\x62\x68\xe2]", re.DOTALL)
@@ -182,8 +181,6 @@ class _Reader:
         self.real_time = self.since_boot = 0
         self.named: set[tuple] = set()  # devices and their lanes
         self.ops: list[tuple] = []  # of autograd: start, thread of the forward op, sequence number, place
-        self.nodes: dict[int, tuple[bytes, int, int]] = {}  # of replayed graphs, by id: place, start, end
-        self.waits: list[tuple[int, int]] = []  # a node's id, and that of one that it waits for
         self.known: dict[bytes, bytes] = {}  # arguments of slices as JSON
         self.launches: dict[bytes, dict[str, object]] = {}  # grids, blocks and registers
         self._read(packets)
@@ -222,7 +219,6 @@ class _Reader:
         if unfinished := sum(map(len, self.waiting.values())):
             raise Broken(f"{unfinished:,} of its slices have no end")
         self._draw_backward()
-        self._draw_graphs()
 
     def _forget(self) -> None:
         """Drop all that depends on the tables of names, because new tables follow."""
@@ -337,9 +333,6 @@ class _Reader:
         self._name_lane(device, lane, lane_name)
         place = b'"pid":%d,"tid":%d' % (device, lane)
         self._x(_named(CATEGORY_OF.get(stage, stage), name), place, time, work.duration, _encoded(args)[1:-1])
-        if "graph node id" in args:
-            self.nodes[work.event_id] = place, time, time + work.duration
-            self.waits.extend((work.event_id, other) for other in work.event_wait_ids)
 
     def _launch(self, launch) -> dict[str, object]:
         """Return a kernel's grid, block and registers as in torch's JSON.
@@ -382,13 +375,6 @@ class _Reader:
             elif source := forward.pop(number, None):
                 arrows += 1
                 self._arrow(b"fwdbwd", arrows, source[1], source[0], place, start)
-
-    def _draw_graphs(self) -> None:
-        """Add the arrows between the nodes of a replayed graph, from the end of one to the start of the next."""
-        for number, (node, other) in enumerate(self.waits):
-            if other in self.nodes:
-                (place, start, _), (source, _, end) = self.nodes[node], self.nodes[other]
-                self._arrow(b"ac2g", GRAPH_ARROWS + number, source, end, place, start)
 
     def _arrow(self, kind: bytes, number: int, source: bytes, from_ns: int, place: bytes, to_ns: int) -> None:
         for ph, where, ns, more in ((b"s", source, from_ns, b""), (b"f", place, to_ns, b',"bp":"e"')):

@@ -23,15 +23,14 @@ Pid = int | str | None
 class Picked(msgspec.Struct, frozen=True):
     """The process that is read. processes: all of the trace; the read one comes first.
 
-    owns: returns whether events of this pid belong to it. work, nodes: its own. unknown: the number of activities
-    whose process the trace does not tell.
+    owns: returns whether events of this pid belong to it. work: its own. unknown: the number of activities whose
+    process the trace does not tell.
     """
 
     pid: Pid
     processes: tuple[Process, ...]
     owns: Callable[[Pid], bool]
     work: list[Work]
-    nodes: list[Work]
     unknown: int
 
 
@@ -40,7 +39,6 @@ def picked(
     ops: Sequence[Op],
     tracks: Iterable[tuple],
     work: Sequence[Work],
-    nodes: Sequence[Work],
     ties_of: Callable[[Sequence], Iterator],
     events: Sequence[Event | None],
     wanted: str | None,
@@ -70,17 +68,16 @@ def picked(
     for op, ties in zip(calls, ties_of(calls), strict=True):
         if ties.correlation is not None:
             callers[ties.correlation][op.track[0]] = None
-    everything = [*work, *nodes]
     stepping = {op.track[0] for op in ops if op.name.startswith(STEP)}
-    owners, is_unclear = _owners(everything, list(ties_of(everything)), callers, labels, names, stepping)
+    owners, is_unclear = _owners(work, list(ties_of(work)), callers, labels, names, stepping)
     if is_unclear:
         several = some_of([_name(pid, names) for pid in hosts])
         raise TraceError(
             f"{path}: launches of several processes ({several}) have the same ids, "
             "so it cannot be known which process launched what; read the trace of each process"
         )
-    activities, ns = Counter(owners[: len(work)]), Counter()
-    for one, owner in zip(work, owners, strict=False):
+    activities, ns = Counter(owners), Counter()
+    for one, owner in zip(work, owners, strict=True):
         ns[owner] += one.dur
     slices = Counter(op.track[0] for op in ops)
     found = {pid: Process(_name(pid, names), activities[pid], ns[pid] / 1e3, pid in stepping) for pid in hosts}
@@ -88,7 +85,7 @@ def picked(
     chosen = order[0] if wanted is None else _wanted(path, wanted, found)
     order.remove(chosen)
     lanes = defaultdict(set)
-    for one, owner in zip(everything, owners, strict=True):
+    for one, owner in zip(work, owners, strict=True):
         lanes[one.track[0]].add(owner)
 
     def owns(pid: Pid) -> bool:
@@ -99,13 +96,11 @@ def picked(
         with_label = labels.get(_label(pid, names))
         return not with_label or chosen in with_label
 
-    mine = [one for one, owner in zip(everything, owners, strict=True) if owner == chosen]
     return Picked(
         pid=chosen,
         processes=tuple(found[pid] for pid in (chosen, *order)),
         owns=owns,
-        work=[one for one in mine if one.kind != "node"],
-        nodes=[one for one in mine if one.kind == "node"],
+        work=[one for one, owner in zip(work, owners, strict=True) if owner == chosen],
         unknown=activities[None],
     )
 

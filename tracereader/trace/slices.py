@@ -170,7 +170,6 @@ class Work(Slice, eq=False):
     device: int | str = 0
     launch: Op | None = None
     said: object = None  # a KernelName, once it was asked for: see families.says
-    after: "Sequence[Work]" = ()  # in a CUDA graph whose edges are recorded, the nodes that it depends on
     recorded: "Recorded | None" = None  # of a replayed CUDA graph, where its capture is known: see figures/captures.py
     is_annotated: bool = False  # whether its arguments may contain a capture's annotation
 
@@ -486,7 +485,6 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     defects: Defects  # of the file: what is left out or replaced
     not_known: Counter  # slices on a device, of categories that this reader does not know, left out
     taken: Counter  # the same of a trace without any known work: taken for the device's work
-    nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
     syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     quality: Quality = msgspec.field(default_factory=Quality)  # what the recording can decide

@@ -32,9 +32,6 @@ from tracereader.trace.waits import OF_THE_DEVICE
 
 LATEST_NS = 2**62  # since 1970; the year 2116
 WORK = ("kernel", "memcpy", "memset")
-# From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
-# CUDA graph. Below it they tie launches to their work.
-GRAPH_EDGE = 1 << 40
 NPU = b'"Ascend Hardware"'  # the name of a process
 # No program nests its modules as deep. The paths of deeper ones would take time and memory without bound.
 MODULES_DEEP = 100
@@ -75,11 +72,11 @@ def _built(
 ) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     unusable: list[int] = []  # the places of the events without usable times
-    old_ops, nodes, syncs, edges, inside = [], [], [], [], []
+    old_ops, syncs, inside = [], [], []
     # For each kind: what its slices become, and the list of them.
     made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
             "kernel": (Work, work), "memcpy": (Work, work), "memset": (Work, work), "span": (Work, spans),
-            "node": (Work, nodes), "python": (Op, modules), "inside": (Phase, inside),
+            "python": (Op, modules), "inside": (Phase, inside),
             "old op": (Op, old_ops)}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
     track = pid = tid = None
@@ -103,8 +100,6 @@ def _built(
                 flows.append(event)
             elif event.name == "[memory]":
                 memory.append(event)
-            elif type(event.id) is int and event.id >= GRAPH_EDGE:
-                edges.append(event)
             if event.ph in ("s", "f"):
                 events[number] = None
             continue
@@ -140,7 +135,7 @@ def _built(
         events[number] = None  # so that the events and what is made of them never stand side by side
     document.defects.events += len(unusable)
     if left_out := document.defects.events:
-        used = (ops, old_ops, work, spans, overheads, nodes, modules, inside, *frames.values())
+        used = (ops, old_ops, work, spans, overheads, modules, inside, *frames.values())
         usable = zeroed + sum(map(len, used))
         if left_out > usable:  # the rest would say little about the run
             first = f"; the first is {events[unusable[0]].name[:60]!r}" if unusable else ""
@@ -168,19 +163,17 @@ def _built(
         raise TraceError(f"{path}: one event, too little to read")
 
     one = processes.picked(
-        path, ops, [*frames, *dict.fromkeys(frame.track for frame in modules)], work, nodes, ties_of, events, process
+        path, ops, [*frames, *dict.fromkeys(frame.track for frame in modules)], work, ties_of, events, process
     )
     facts, rank = document.facts, _rank(document.distributed)
     if one is not None:
         ops = [op for op in ops if op.track[0] == one.pid]
-        work, nodes = one.work, one.nodes
+        work = one.work
         overheads, spans, modules, inside = (
             [slice for slice in some if one.owns(slice.track[0])] for some in (overheads, spans, modules, inside)
         )
         frames = {track: some for track, some in frames.items() if one.owns(track[0])}
-        flows, memory, syncs, edges = (
-            [event for event in some if one.owns(event.pid)] for some in (flows, memory, syncs, edges)
-        )
+        flows, memory, syncs = ([event for event in some if one.owns(event.pid)] for some in (flows, memory, syncs))
         if any(other.gpu_activities or other.has_steps for other in one.processes[1:]):
             facts, rank = RunFacts(), None  # the file's other members are those of any of several ranks
 
@@ -204,13 +197,11 @@ def _built(
         spans = [one for one in spans if not one.name.startswith(STEP)]
     roots = _nest(ops)
     _nest(overheads)
-    for some in (work, nodes, inside):
+    for some in (work, inside):
         some.sort(key=_start)
     show("tying GPU work to its launches")
     calls = _calls(ops)
-    if edges:
-        _tie_nodes([*work, *nodes], edges, zero)
-    _link(calls, work, nodes)
+    _link(calls, work)
     properties = _properties(document.device_properties, {one.device for one in work})
     marks.sort(key=_start)
     op_names = frozenset([op.name for op in ops])
@@ -262,7 +253,6 @@ def _built(
         defects=document.defects,
         not_known=not_known,
         taken=taken,
-        nodes=tuple(nodes),
         syncs=_syncs(syncs, calls),
         inside=tuple(inside),
         quality=quality,
@@ -394,32 +384,17 @@ def _calls(ops: list[Op]) -> dict[int, Op]:
     return {correlation: op for correlation, op in reversed(tied) if correlation is not None}  # the first of an id
 
 
-def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
-    """Tie GPU work and graph nodes to the runtime calls that launched them.
+def _link(calls: dict[int, Op], work: list[Work]) -> None:
+    """Tie GPU work to the runtime calls that launched them.
 
     If torch assigned a lane to a graph's node, the stream on which the node ran replaces it.
     """
-    queued = grouped(())  # by graph and node
-    replays: dict[int, dict[int, Op]] = {}  # by graph, its launches by id
-    everything = [*work, *nodes]
-    for one, ties in zip(everything, ties_of(everything), strict=True):
+    for one, ties in zip(work, ties_of(work), strict=True):
         one.device = one.track[0] if ties.device is None else ties.device
         if ties.stream is not None:
             one.track = (one.track[0], ties.stream)
         one.launch = calls.get(ties.correlation)
         one.is_annotated = bool(ties.name or ties.annotation)
-        if ties.graph and one.launch is not None:
-            replays.setdefault(ties.graph, {})[id(one.launch)] = one.launch
-        if ties.graph and ties.node and one.kind == "node":
-            queued[ties.graph, ties.node].append(one)
-    for (graph, _), some in queued.items():
-        # Of a replay that is queued behind another one CUPTI records the correlation 0 for host nodes. Each replay
-        # runs each node once, so the order tells whose it is, where no replay is cut off.
-        launches = sorted(replays.get(graph, {}).values(), key=_start)
-        known = [one.launch in (None, launch) for one, launch in zip(some, launches, strict=False)]
-        if len(some) == len(launches) and all(known):
-            for one, launch in zip(some, launches, strict=True):
-                one.launch = launch
     for one in work:
         launch = one.launch
         if launch is None:
@@ -428,20 +403,6 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
             launch.work.append(one)
         else:
             launch.work = [one]
-
-
-def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
-    """Tie the nodes of CUDA graphs to those that they depend on, by the flow events between them.
-
-    An edge leads from a node's end on its lane in the file to the start of another node. If several nodes end there at
-    the same time, all count.
-    """
-    begins = grouped(((one.track, one.start), one) for one in work)
-    ends = grouped(((one.track, one.end), one) for one in work)
-    for source, target in _arrows(edges, zero):
-        before = ends.get(source, ())
-        for one in begins.get(target, ()):
-            one.after = (*one.after, *(other for other in before if other is not one))
 
 
 def _arrows(events: list[Event], zero: int) -> Iterator[tuple[tuple, tuple]]:
