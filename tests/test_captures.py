@@ -11,7 +11,7 @@ from tracereader import cli
 from tracereader.changes.catalogue import opportunities
 from tracereader.figures import summarize
 from tracereader.figures.places import by_module
-from tracereader.replay import Graph, graph_of
+from tracereader.replay import graph_of
 from tracereader.show import warnings
 from tracereader.trace import TraceError, read
 from tracereader.trace.capture import read_with_captures
@@ -175,31 +175,6 @@ def test_a_model_captured_in_pieces_is_tied_piece_by_piece(tmp_path):
     trace = read_with_captures(write(tmp_path / "graph.json", *replayed), [capture])
     for step in trace.steps:
         assert [(one.name, one.pieces) for one in by_module(trace, step)[0]] == [("Layer_0", 1), ("Layer_1", 1)]
-
-
-def test_an_edge_of_a_graph_decides_which_node_a_node_waits_for(tmp_path):
-    """C depends only on A, although B of a third stream ended later and right before C."""
-    events, flow = [], {"cat": "ac2g", "name": "ac2g", "pid": 0}
-    for step in range(3):
-        at, number = 1000 * step, (1 << 40) + step
-        events += [event(f"ProfilerStep#{step}", "user_annotation", at, 900), event("aten::mm", "cpu_op", at + 1, 2)]
-        args = {"graph id": 2}
-        kernels = [("A", 7, at + 20, 100, args), ("B", 8, at + 20, 139, args), ("C", 9, at + 160, 300, args)]
-        events += graph_launched(at + 10, step + 1, *kernels)
-        events += [
-            flow | {"ph": "s", "id": number, "tid": 7, "ts": at + 120},
-            flow | {"ph": "f", "id": number, "tid": 9, "ts": at + 160, "bp": "e"},
-        ]
-    waited = {}
-    for edges in (True, False):
-        some = [one for one in events if edges or one.get("cat") != "ac2g"]
-        trace = read(write(tmp_path / "graph.json", *some))
-        graph = graph_of(trace)
-        assert isinstance(graph, Graph)
-        name_of = {graph.activity[id(one)]: one.name for one in trace.work}
-        nodes = [graph.activity[id(one)] for one in trace.work if one.name == "C"]
-        waited[edges] = [name_of[graph.wait[node]] for node in nodes]
-    assert waited == {True: ["A"] * 3, False: ["B"] * 3}
 
 
 STRANGE = (None, True, -1, 2**70, 1e300, "x", "", [], {}, [1], {"a": None})

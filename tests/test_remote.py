@@ -258,12 +258,16 @@ def test_a_file_url_is_the_file(capsys):
     assert "no such file" in refused(capsys, "file:///none/x.json")
 
 
-def test_perfetto_and_a_reference_take_a_url(server, capsys):
+def test_perfetto_and_a_reference_take_a_url(server, capsys, monkeypatch):
     (server.folder / "02_linear").mkdir()
     shutil.copy(SMALL, server.folder / "02_linear")
     url = server.url(f"02_linear/{SMALL.name}")
-    with perfetto.Server(path_of(url)) as page:
-        assert page.content == SMALL.read_bytes()
+    served, serve = [], perfetto.Server
+    monkeypatch.setattr(perfetto, "_browser", lambda url: True)
+    monkeypatch.setattr(perfetto, "Server", lambda *args, **more: served.append(args[1]) or serve(*args, **more))
+    perfetto.hand_over(path_of(url), timeout_s=0.1)
+    assert served == [SMALL.read_bytes()]
+    capsys.readouterr()
     assert f"{SMALL.parent}\n2" in printed(capsys, url, "--against", "h200")  # run 1 is the reference
 
 
