@@ -51,7 +51,7 @@ def test_a_loop_over_small_work_is_proposed_to_be_computed_at_once(program):
 
 @pytest.mark.parametrize(("program", "op", "place"), [
     ("detection_loss", "aten::select", 2), ("pooled_texts", "aten::select", 2), ("image_patches", "aten::select", 2),
-    ("few_shot_sines", "aten::select", 2), ("expert_layers", "aten::eq", 1),
+    ("few_shot_sines", "aten::select", 2), ("private_training", "aten::select", 2), ("expert_layers", "aten::eq", 1),
 ])  # fmt: skip
 def test_the_number_of_passes_is_that_of_the_parts_which_the_ops_take(program, op, place):
     events, mark = typical(program)

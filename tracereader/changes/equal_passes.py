@@ -22,7 +22,6 @@ from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
-from tracereader.figures.repeats import repeated_names
 from tracereader.figures.steps import outermost_named
 from tracereader.replay.changes import with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
@@ -33,6 +32,7 @@ from tracereader.two_runs.side import Side
 
 MOSTLY = 0.5  # of a step's GPU time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
+ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
@@ -194,18 +194,27 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
-    """Yield the loops over the parts into which one op cuts a tensor: their launches repeat as often."""
+    """Yield the loops over the parts into which one op cuts a tensor: what is called first afterwards begins a pass.
+
+    The passes launch about as much as each other.
+    """
+    starts = sorted(one.launch.start for one in step.work if one.launch is not None)
     for op in step.named((*CUTS, "aten::split_with_sizes").__contains__):
         taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
         parts = len({place for dim, place in taken if dim == 0 and place is not None})
         if parts < MANY_PASSES or in_backward(op):
             continue
-        after = [one for one in step.work if one.launch is not None and one.launch.track == op.track]
-        after = [one for one in after if one.launch.start >= op.end]
-        _, pieces, times = found = repeated_names([one.name for one in after]) or (0, 0, 0)
-        if parts - 1 <= times <= parts:
-            firsts = [after[found[0] + number * pieces] for number in range(times)]
-            yield from _loop([one.launch.outermost_call() for one in firsts], f"one of the {parts:,} parts of a tensor")
+        after = [
+            one for one in step.outermost if one.track == op.track and one.start >= op.end and one.name not in CUTS
+        ]
+        firsts = [one for one in after if one.name == after[0].name]
+        calls, more = divmod(len(firsts), parts)
+        if more or not calls:
+            continue
+        run = firsts[::calls]
+        launched = [bisect.bisect(starts, two.start) - bisect.bisect(starts, one.start) for one, two in pairwise(run)]
+        if min(launched) > 0 and max(launched) <= ALIKE * min(launched):
+            yield from _loop(run, f"one of the {parts:,} parts of a tensor")
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
