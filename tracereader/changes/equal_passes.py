@@ -188,9 +188,11 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
         for run in _ascending(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
             if dim == 0 or (begins and own):
-                parts = f"one of the {dims[dim]:,} parts of a tensor"
-                least = ALL_PARTS if name != COMPARES and len(run) == dims[dim] else MANY_PASSES
-                yield from _loop(run, "what equals one of several values" if name == COMPARES else parts, least)
+                if name == COMPARES:
+                    yield from _loop(run, "what equals one of several values")
+                else:
+                    least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
+                    yield from _loop(run, f"one of the {dims[dim]:,} parts of a tensor", least)
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -198,7 +200,6 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
 
     The passes launch about as much as each other.
     """
-    starts = sorted(one.launch.start for one in step.work if one.launch is not None)
     for op in step.named((*CUTS, "aten::split_with_sizes").__contains__):
         taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
         parts = len({place for dim, place in taken if dim == 0 and place is not None})
@@ -212,7 +213,7 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
         if more or not calls:
             continue
         run = firsts[::calls]
-        launched = [bisect.bisect(starts, two.start) - bisect.bisect(starts, one.start) for one, two in pairwise(run)]
+        launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
         if min(launched) > 0 and max(launched) <= ALIKE * min(launched):
             yield from _loop(run, f"one of the {parts:,} parts of a tensor")
 
@@ -226,12 +227,17 @@ def _over_copies(step: Step) -> Iterator[Loop]:
             calls = copies[op.track, op.name, str(op.inputs.dims)]
             if op.kind == "op" and op not in calls[-1:]:
                 calls.append(op)
-    starts = sorted(one.launch.start for one in step.work if one.launch is not None)
     for calls in copies.values():
         calls.sort(key=lambda op: op.start)
-        launched = [bisect.bisect(starts, two.start) - bisect.bisect(starts, one.end) for one, two in pairwise(calls)]
+        launched = _launches(step, [(one.end, two.start) for one, two in pairwise(calls)])
         if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched):
             yield from _loop(calls, "an input of its own from the CPU")
+
+
+def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return how many activities are launched in each of these spans (ns)."""
+    starts = sorted(one.launch.start for one in step.work if one.launch is not None) if spans else []
+    return [bisect.bisect(starts, end) - bisect.bisect(starts, start) for start, end in spans]
 
 
 def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES) -> Iterator[Loop]:
