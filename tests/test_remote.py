@@ -20,6 +20,7 @@ import fsspec
 import psutil
 import pytest
 from references import H200, ROOT
+from test_perfetto import watched
 
 from tracereader import cli, progress
 from tracereader.command import install_command
@@ -262,9 +263,9 @@ def test_perfetto_and_a_reference_take_a_url(server, capsys, monkeypatch):
     (server.folder / "02_linear").mkdir()
     shutil.copy(SMALL, server.folder / "02_linear")
     url = server.url(f"02_linear/{SMALL.name}")
-    served, serve = [], perfetto.Server
+    served = []
     monkeypatch.setattr(perfetto, "_browser", lambda url: True)
-    monkeypatch.setattr(perfetto, "Server", lambda *args, **more: served.append(args[1]) or serve(*args, **more))
+    monkeypatch.setattr(perfetto, "Server", watched(served))
     perfetto.hand_over(path_of(url), timeout_s=0.1)
     assert served == [SMALL.read_bytes()]
     capsys.readouterr()
