@@ -493,6 +493,7 @@ def guided_sampler(change):
     model = _Denoiser(size(128, 8)).to(device).eval()
     if change == "channels_last":
         model = model.to(memory_format=torch.channels_last)
+    model = compiled(model) if change == "compile" else model
     images, side, steps = 2, size(64, 8), size(6, 2)
     noise = torch.randn(images, 4, side, side, device=device)
     if change == "channels_last":
@@ -763,22 +764,22 @@ def color_clusters(change):
 
 
 PROGRAMS = {
-    beam_search: {"half": "tensor_cores", "texts_x2": ("double_batch", 2), "static_cache": "static_cache"},
-    heat_equation: {"one_gradient": "", "at_once": "larger_batch", "graph": "cuda_graph", "tf32": "tensor_cores"},
-    state_space_scan: {"unbind": "", "doubling": "", "graph": "cuda_graph", "bf16": "tensor_cores"},
+    beam_search: {"half": "half_precision", "texts_x2": ("double_batch", 2), "static_cache": ""},
+    heat_equation: {"one_gradient": "", "at_once": "larger_batch", "graph": "cuda_graph", "tf32": "tf32"},
+    state_space_scan: {"unbind": "", "doubling": "", "graph": "cuda_graph", "bf16": "half_precision"},
     few_shot_sines: {"at_once": "larger_batch", "first_order": "", "fused": "fused_optimizer", "graph": "cuda_graph"},
-    distilled_student: {"no_grad": "no_autograd", "tf32": "tensor_cores", "bf16": "tensor_cores",
+    distilled_student: {"no_grad": "no_autograd", "tf32": "tf32", "bf16": "half_precision",
                         "fused": "fused_optimizer"},
-    policy_update: {"no_item": "remove_sync", "logsumexp": "", "response_only": "", "compile": "fuse_pointwise"},
+    policy_update: {"no_item": "remove_sync", "logsumexp": "", "response_only": "", "compile": ""},
     tabular_transformer: {"one_table": "larger_batch", "fused": "fused_optimizer", "compile": "fuse_pointwise",
                           "batch_x2": ("double_batch", 2)},
     spectrogram_tagger: {"at_once": "larger_batch", "window_once": "cpu_tensors", "channels_last": "channels_last",
                          "numpy_later": "remove_sync"},
-    triplet_miner: {"products": "", "compile": "fuse_pointwise", "bf16": "tensor_cores", "fused": "fused_optimizer"},
+    triplet_miner: {"products": "", "compile": "fuse_pointwise", "bf16": "half_precision", "fused": "fused_optimizer"},
     guided_sampler: {"at_once": "larger_batch", "times_on_cpu": "remove_sync", "graph": "cuda_graph",
-                     "channels_last": "channels_last"},
-    fourier_operator: {"bmm": "", "bf16": "tensor_cores", "compile": "fuse_pointwise", "graph": "cuda_graph"},
+                     "channels_last": "channels_last", "compile": "fuse_pointwise"},
+    fourier_operator: {"bmm": "", "bf16": "half_precision", "compile": "fuse_pointwise", "graph": "cuda_graph"},
     organ_segmentation: {"no_check": "remove_sync", "channels_last": "channels_last", "fused": "fused_optimizer"},
     private_training: {"at_once": "larger_batch", "no_item": "remove_sync", "foreach": "", "fused": "fused_optimizer"},
-    color_clusters: {"at_once": "larger_batch", "weighted": "remove_sync", "tf32": "tensor_cores"},
+    color_clusters: {"at_once": "larger_batch", "weighted": "remove_sync", "tf32": "tf32"},
 }  # fmt: skip

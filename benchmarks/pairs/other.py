@@ -534,7 +534,7 @@ def pair_representation(change):
 
 
 PROGRAMS = {
-    citation_network: {"no_item": "remove_sync", "fused": "fused_optimizer", "tf32": "tensor_cores",
+    citation_network: {"no_item": "remove_sync", "fused": "fused_optimizer", "tf32": "tf32",
                        "compile": "fuse_pointwise"},
     molecules: {"workers": "data_loader", "batches_kept": "", "fused": "fused_optimizer",
                 "no_item": "remove_sync"},
@@ -547,10 +547,10 @@ PROGRAMS = {
     neural_ode: {"graph": "cuda_graph", "compile": "fuse_pointwise", "batch_x2": ("double_batch", 2)},
     series_forecast: {"workers": "data_loader", "windows_ahead": "", "fused": "fused_optimizer"},
     gaussian_process: {"float32": "single_precision", "products": "", "no_sync": "remove_sync"},
-    neighbor_search: {"tf32": "tensor_cores", "half": "tensor_cores", "at_once": "larger_batch",
+    neighbor_search: {"tf32": "tf32", "half": "half_precision", "at_once": "larger_batch",
                       "compile": "fuse_pointwise"},
     request_server: {"graph": "cuda_graph", "compile": "cuda_graph",
                      "batch_x2": ("double_batch", 2)},
-    pair_representation: {"tf32": "tensor_cores", "bf16": "tensor_cores", "sdpa": "fused_attention",
+    pair_representation: {"tf32": "tf32", "bf16": "half_precision", "sdpa": "fused_attention",
                           "compile": "fuse_pointwise"},
 }  # fmt: skip

@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 
@@ -19,7 +18,7 @@ PAIRS = HERE.parent / "pairs"
 sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 
 from pairs.record import step_us  # noqa: E402
-from scoreboard import KEPT, PROMISED, _is_meant  # noqa: E402
+from scoreboard import KEPT, PROMISED  # noqa: E402
 
 GUIDE = "tuning guide"
 LARGER = ("double_batch", "larger_batch")  # a larger batch, and a loop over samples computed as one batch
@@ -40,7 +39,7 @@ MEANT = {
     "torch-tb-profiler": (
         ("You could try to set num_workers", ("data_loader",)),
         ("You could try to increase batch size", LARGER),
-        ("You could enable Automatic Mixed Precision", ("tensor_cores",)),
+        ("You could enable Automatic Mixed Precision", ("half_precision",)),
         ("Device memory usage is at the limit", ()),
         ("use DistributedDataParallel instead of DataParallel", ()),
         ("Nccl backend is currently the fastest", ()),
@@ -57,7 +56,7 @@ MEANT = {
         ("Batch and defer metric logging", ("remove_sync",)),
         ("Reduce explicit device synchronizations", ("remove_sync",)),
         ("Increase batch size to improve GPU occupancy", LARGER),
-        ("Enable mixed precision", ("tensor_cores",)),
+        ("Enable mixed precision", ("half_precision",)),
         ("Profile for small or fragmented kernel execution", ()),
         ("Enable torch.compile to reduce kernel launch overhead", ("fuse_pointwise", "cuda_graph")),
         ("Use CUDA Graphs", ("cuda_graph",)),
@@ -76,10 +75,10 @@ MEANT = {
         ("Disable gradient calculation for validation or inference", ("no_autograd",)),
         ("Fuse operations", ("fuse_pointwise",)),
         ("Enable channels_last memory format for computer vision models", ("channels_last",)),
-        ("Enable Tensor cores (TF32)", ("tensor_cores",)),
+        ("Enable Tensor cores (TF32)", ("tf32",)),
         ("Use CUDA Graphs", ("cuda_graph",)),
         ("Avoid unnecessary CPU-GPU synchronization", ("remove_sync",)),
-        ("Use mixed precision and AMP", ("tensor_cores",)),
+        ("Use mixed precision and AMP", ("half_precision",)),
     ),
 }
 FOR = {
@@ -138,11 +137,7 @@ def meant(tool: str, advice: Mapping) -> tuple[str, ...]:
 def judge(tool: str, advice: Mapping, rows: Mapping[str, dict]) -> Judgement:
     """Return what was measured of one advice about a program. rows: all of the program's variants."""
     ids, savings = meant(tool, advice), measured(rows)
-    variants = [
-        variant
-        for variant, one in savings.items()
-        if one.change in ids and _is_meant(SimpleNamespace(change=one.change, title=advice["says"]), variant, rows)
-    ]
+    variants = [variant for variant, one in savings.items() if one.change in ids]
     variants.sort(key=lambda variant: -savings[variant].saved)
     return Judgement(tuple(variants), savings[variants[0]].saved if variants else None)
 

@@ -1,6 +1,7 @@
 """Changes of element types: TF32 or bf16 on tensor cores, float32 instead of float64, weights that are cast once."""
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 
 from tracereader.changes import prices
@@ -23,8 +24,8 @@ from tracereader.trace.op_names import FILLS, FOREACH
 from tracereader.two_runs.same_work import by_calls, compiled, halved, same_products, same_type, us_of
 from tracereader.two_runs.side import Side
 
-# bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
-# and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
+# bf16 is worth proposing if its peak is this many times TF32's. PyTorch's attention kernels take 696 and 1,431 µs in
+# fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
 MUCH_FASTER = 1.5
 FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 # TF32 is named if it saves at least this share of the time in float64.
@@ -35,48 +36,45 @@ DOUBLE = re.compile(r"\bdouble\b|dgemm|d\d+gemm|f64")
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 # If the products run on other kernels, at least this share of the fusable kernels remains.
 STAY = 0.7
-TENSOR_CORES = ("TF32", "bf16", "fp16")
-
-
-def _is_slow(one: GpuWork) -> bool:
-    """Return whether a kernel multiplies fp32 on CUDA cores, by its name."""
-    return one.name_says.get("types") == "fp32" and bool(one.name_says.get("on"))
 
 
 def follows_tensor_cores(before: Side, after: Side) -> bool:
     """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
-    slow = us_of(lambda one: one.family in MULTIPLY and _is_slow(one))
-    tf32, fast, short = (
-        us_of(lambda one, types=types: one.family in MULTIPLY and one.name_says.get("types") in types)
-        for types in (TENSOR_CORES[:1], TENSOR_CORES, TENSOR_CORES[1:])
-    )
-    moved = any(halved(was)(before, after) and now(before) < now(after) for was, now in ((slow, fast), (tf32, short)))
+    return follows_tf32(before, after) or follows_half_precision(before, after)
+
+
+def follows_tf32(before: Side, after: Side) -> bool:
+    """As many products and convolutions run, and most of those in fp32 on CUDA cores are in TF32."""
+    return _moved(before, after, _SLOW, _TF32)
+
+
+def follows_half_precision(before: Side, after: Side) -> bool:
+    """As many products and convolutions run, and most of those in fp32 or TF32 are in bf16 or fp16."""
+    return _moved(before, after, _SLOW, _SHORT) or _moved(before, after, _TF32, _SHORT)
+
+
+# Products and convolutions by the types in their names: in fp32 on CUDA cores, in TF32, and in two bytes.
+_SLOW = us_of(lambda one: one.family in MULTIPLY and one.name_says.get("types") == "fp32" and one.name_says.get("on"))
+_TF32 = us_of(lambda one: one.family in MULTIPLY and one.name_says.get("types") == "TF32")
+_SHORT = us_of(lambda one: one.family in MULTIPLY and one.name_says.get("types") in ("bf16", "fp16"))
+
+
+def _moved(before: Side, after: Side, wide: Callable[[Side], float], short: Callable[[Side], float]) -> bool:
+    """Return whether most products of one type are of another one in the second run, and the other kernels stay."""
     kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
     stay = compiled(after) or kernels[1] >= STAY * kernels[0]
-    return moved and stay and same_products(before, after)
+    return halved(wide)(before, after) and short(before) < short(after) and stay and same_products(before, after)
 
 
 @change(
-    "use TF32 or bf16 on tensor cores",
-    "the rates of good products and convolutions in the shorter type",
-    followed=follows_tensor_cores,
+    "use TF32 on tensor cores",
+    "the rates of good products and convolutions in TF32",
+    followed=follows_tf32,
     needs=CUDA_OR_HIP,
-    keys=("tf32", "bf16"),
+    keys=("tf32",),
 )
-def tensor_cores(case: Case) -> Proposal | None:
-    """Return a proposal to use TF32, or two bytes if TF32 would reach less than half of what they save on the GPU.
-
-    By default PyTorch multiplies in fp32 and convolves in TF32.
-    """
-    wide, narrow = _in_tf32(case), _in_two_bytes(case)
-    if wide is None or narrow is None:
-        return wide or narrow
-    before, in_tf32, in_two_bytes = (sum(graph.dur) for graph in (case.graph, wide.graph, narrow.graph))
-    return wide if 2 * (before - in_tf32) >= before - in_two_bytes else narrow
-
-
-def _in_tf32(case: Case) -> Proposal | None:
-    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32."""
+def tf32(case: Case) -> Proposal | None:
+    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32, as they do by default."""
     if case.trace.backend != "cuda" or case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
@@ -98,13 +96,20 @@ def _in_tf32(case: Case) -> Proposal | None:
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
         f"{' and '.join(sorted(kinds))} in fp32 run on CUDA cores: {counted(len(times), 'kernel')}, {duration(spent)}",
-        "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
+        "; ".join(flags[kind] for kind in sorted(kinds)),
         assumed=True,
     )
 
 
-def _in_two_bytes(case: Case) -> Proposal | None:
-    """Return a proposal to compute with bf16 or fp16 what tensor cores multiply in TF32, or what has no TF32."""
+@change(
+    "use bf16 or fp16 on tensor cores",
+    "the rates of good products and convolutions in two bytes",
+    followed=follows_half_precision,
+    needs=CUDA_OR_HIP,
+    keys=("bf16",),
+)
+def half_precision(case: Case) -> Proposal | None:
+    """Return a proposal to compute with bf16 or fp16 what is multiplied in fp32 or TF32."""
     peaks = case.peaks
     if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
         return None
@@ -151,7 +156,6 @@ def _in_two_bytes(case: Case) -> Proposal | None:
         f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
         f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
         assumed=True,
-        title="use bf16 or fp16 on tensor cores",
     )
 
 

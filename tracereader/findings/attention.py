@@ -146,7 +146,7 @@ def cast_before_product(summary: Summary) -> Verdict:
     predicts="fp32 matrix products run on CUDA cores",
     needs_gpu=True,
     claims="46",
-    change="tensor_cores",
+    change="tf32",
     needs=CUDA,
 )
 def on_cuda_cores(summary: Summary) -> Verdict:
