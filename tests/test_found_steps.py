@@ -33,7 +33,7 @@ LOOPS = [
     (TRACES / "h100/graphs/lengths.json.gz", "Optimizer.step#AdamW.step", True),
     (TRACES / "h100/loops/scan_compiled.json.gz", "Optimizer.zero_grad#AdamW.zero_grad", False),
     (TRACES / "h100/solvers/lbfgs.json.gz", "Optimizer.step#LBFGS.step", True),
-    (TRACES / "models/bert_cold.json.gz", "aten::slice", False),
+    (TRACES / "models/bert_cold.json.gz", "my_step", False),
     (TRACES / "h100/loops/attack.json.gz", "aten::clone", False),
     (CHANGES / "vit/eager.json.gz", "aten::conv2d", False),
     (CHANGES / "decode/eager.json.gz", "aten::layer_norm", False),
@@ -43,15 +43,46 @@ LOOPS = [
 ]
 
 
+# Traces whose steps the calls of the program's own annotation hold, and nothing else tells apart.
+ANNOTATED = [
+    (H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz", "mlp_fwd"),
+    (H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", "matmul_add"),
+]
+
+
 def without_a_loop():
     """Return traces in which the marks are the only sign of the steps."""
     return [
-        H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz",
-        H200 / "01_matmul_add/64_bf16_cold_eager.json.gz",
         TRACES / "h100/flex/inference_compiled.json.gz",  # two layers, each with products for queries, keys and values
         TRACES / "h100/adapters/apart.json.gz",
         TRACES / "h100/loops/images.json.gz",  # one pass for each image
     ]
+
+
+@pytest.mark.parametrize(("path", "name"), ANNOTATED, ids=lambda one: getattr(one, "stem", None))
+def test_an_annotation_whose_calls_hold_nearly_everything_begins_the_steps(unmarked, path, name):
+    file, events = unmarked(path)
+    calls = sorted(e["ts"] for e in events if (e["name"], e["cat"]) == (name, "user_annotation"))
+    trace = read(file, steps_by=StepsBy.FOUND)
+    assert (trace.steps_by, trace.steps_end_with_it, len(trace.steps)) == (name, False, len(calls))
+    apart = [step.start - trace.steps[0].start for step in trace.steps]
+    assert apart == pytest.approx([1000 * (ts - calls[0]) for ts in calls], abs=1)
+
+
+def test_a_step_of_an_annotation_that_began_in_the_step_before_has_its_ops(tmp_path):
+    """A step from one lookup to the next crosses the annotations, which begin a little earlier."""
+    events, token = [], ("aten::embedding", "aten::linear", "aten::argmax")
+    for number in range(5):
+        begin = 100 * number
+        events += [event("aten::to", "cpu_op", begin, 1), event("aten::add", "cpu_op", begin + 2, 1)]
+        events.append(event("token", "user_annotation", begin + 4, 90))
+        events += [event(name, "cpu_op", begin + 10 + 20 * at, 9) for at, name in enumerate(token)]
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    trace = read(file, steps_by=StepsBy.FOUND)
+    assert trace.steps_by == "aten::embedding" and len(trace.steps) >= 4
+    for step in trace.steps:
+        assert [op.name for op in step.walk() if op.kind == "op"][:3] == list(token)
 
 
 @pytest.mark.parametrize(("path", "name", "ends"), small_first(LOOPS), ids=lambda one: getattr(one, "stem", None))
@@ -370,7 +401,7 @@ def test_the_whole_recording_as_one_step(unmarked, capsys):
     assert read(file, steps_by=StepsBy.NOTHING).steps[0].us == pytest.approx(last - first, abs=0.01)
     assert cli.main([str(file), "--whole", "--only", "short"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "counts as one step (--steps 'Optimizer.zero_grad#AdamW.zero_grad' counts its 3 calls as the steps)" in said
+    assert "counts as one step (--steps NAME: the calls of an annotation are the steps)" in said
 
 
 @pytest.mark.parametrize("flags", [["--steps", "x"], ["--ranks"], ["--export", "x.json"]], ids=lambda flags: flags[0])

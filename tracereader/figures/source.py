@@ -9,10 +9,7 @@ from tracereader.figures.captures import captures
 from tracereader.trace import Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
-from tracereader.trace.grouped import grouped
-from tracereader.trace.labels import is_phase, is_torchs_own
 from tracereader.trace.lenient import Defects
-from tracereader.trace.marks import LEAST_STEPS, ONCE_IN_A_STEP
 from tracereader.trace.quality import earlier_work
 from tracereader.trace.slices import Process
 
@@ -42,13 +39,6 @@ class TraceWarning(msgspec.Struct, frozen=True):
     defects: Defects | None = None
 
 
-class Calls(msgspec.Struct, frozen=True):
-    """An annotation and the number of its calls."""
-
-    name: str
-    calls: int
-
-
 class Source(msgspec.Struct, frozen=True):
     """The source of a trace."""
 
@@ -65,7 +55,6 @@ class Source(msgspec.Struct, frozen=True):
     steps_end_with_it: bool  # whether each step ends with such a call, instead of beginning with it
     calls_in_a_step: int  # of those that end steps: 2 if each second call does
     outside_us: float | None  # of a recording with such steps, the time before and after them
-    may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
     processes: tuple[Process, ...]  # of a file that holds several: the one that is read, and then the others
     shapes_recorded: bool
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events; on a GPU if one worked
@@ -89,29 +78,10 @@ def source(trace: Trace) -> Source:
         world_size=trace.rank.world_size if trace.rank else None,
         **{name: getattr(trace, name) for name in KEPT},
         outside_us=_outside_us(trace) if trace.steps_by is not None else None,
-        may_be_steps=None if trace.has_steps else _may_be_steps(trace),
         shapes_recorded=trace.has_shapes,
         peak_bytes=max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None,
         warnings=tuple(_warnings(trace)),
     )
-
-
-def _may_be_steps(trace: Trace) -> Calls | None:
-    """Return the annotation that probably comes once in each step; None if none has at least LEAST_STEPS calls.
-
-    Of the user's annotations, the one with the longest time in all gives the number of steps, and the first one with as
-    many calls begins them. Without an annotation of the user, torch's own decide.
-    """
-    calls = grouped((op.name, op) for op in trace.steps[0].labels)
-    often = {name: some for name, some in calls.items() if len(some) >= LEAST_STEPS and is_phase(name)}
-    of_user = {name: some for name, some in often.items() if not is_torchs_own(name)}
-    best = next((name for start in ONCE_IN_A_STEP for name in often if name.startswith(start)), None)
-    if of_user:
-        steps = len(max(of_user.values(), key=lambda some: sum(op.dur for op in some)))
-        best = min(
-            (name for name, some in of_user.items() if len(some) == steps), key=lambda name: calls[name][0].start
-        )
-    return Calls(best, len(calls[best])) if best is not None else None
 
 
 def _outside_us(trace: Trace) -> float:

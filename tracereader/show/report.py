@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -114,7 +113,7 @@ def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
     limit = f"{near_the_peaks(summary)} {steps.of_turns(summary)}".strip()
     if not (summary.source.shapes_recorded or summary.source.facts.script) and summary.has_gpu_work:
         limit = f"The trace has no shapes; with record_shapes=True, more changes may be found. {limit}".strip()
-    if summary.source.may_be_steps is not None:
+    if not summary.source.has_steps:
         limit = f"The whole recording counts as the step; with --steps, more changes may be found. {limit}".strip()
     known = summary.unprofiled_step_us is not None
     names, by_script = [one.name for one in summary.kernels], bool(summary.source.facts.script)
@@ -236,10 +235,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
             words[-1] = "no profiler steps"
         elif summary.recording.cold_us:
             words[-1] += f", and {duration(summary.chosen.cpu_us)} with its first calls"
-        calls = summary.source.may_be_steps
-        if calls is not None and len(calls.name) <= steps.LONGEST_NAME and calls.name.isprintable():
-            flag = "--steps=" if calls.name.startswith("-") else "--steps "
-            words[-1] += f" ({flag}{shlex.quote(calls.name)} counts its {calls.calls:,} calls as the steps)"
+        words[-1] += " (--steps NAME: the calls of an annotation are the steps)"
     if (known := summary.unprofiled_step_us) is not None:
         words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work and summary.waits_for != "incomplete":

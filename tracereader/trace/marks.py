@@ -14,7 +14,16 @@ import msgspec
 from tracereader.trace.document import TraceError
 from tracereader.trace.families import IN_EVERY_LAYER, of_op
 from tracereader.trace.grouped import grouped
-from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, REGION, STEP, ZEROES
+from tracereader.trace.labels import (
+    AUTOGRAD,
+    GIVES_GRADIENT,
+    LOADER,
+    OPTIMIZER,
+    REGION,
+    STEP,
+    ZEROES,
+    is_torchs_own,
+)
 from tracereader.trace.slices import Op, sort_by_start
 from tracereader.trace.waits import synchronizes
 
@@ -104,10 +113,11 @@ def found(ops: Sequence[Op]) -> Marks | None:
     outside of them, unless there are too few of the former.
 
     A loader's calls begin the steps, an optimizer's end them, and zero_grad() may do either. Of several possible ones,
-    those with the most steps are taken: steps that begin in the middle of the loop lack one. Without such calls, a
-    language model's first lookup after it has chosen a token begins a step, or the steps are equal passes through a
-    model. Most steps call the same ops, and the others nearly the same, except for the first one, which may be a cold
-    start or a prompt. What is recorded before and after the loop belongs to no step.
+    those with the most steps are taken: steps that begin in the middle of the loop lack one. Without such calls, the
+    program's own annotation begins the steps, if its calls hold nearly everything; or a language model's first lookup
+    after it has chosen a token; or the steps are equal passes through a model. Most steps call the same ops, and the
+    others nearly the same, except for the first one, which may be a cold start or a prompt. What is recorded before and
+    after the loop belongs to no step.
     """
     if (served := _served(ops)) is not None:
         return served
@@ -117,6 +127,8 @@ def found(ops: Sequence[Op]) -> Marks | None:
         for thread in threads:
             if possible := list(_of_loops(thread, gradients, optimizers)):
                 return max(possible, key=lambda marks: (len(marks.spans), marks.equal))
+    for marks in _of_annotations(ops, threads[0]) if threads else ():
+        return marks
     calls = [spans for thread in threads for spans in thread.calls.values()]
     possible = []
     if all(len(spans) < LEAST_STEPS for spans in calls):
@@ -251,6 +263,20 @@ def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple
         if place < len(updates):
             after += bisect.bisect_left(at, updates[place][0]) - last
     return after >= before
+
+
+def _of_annotations(ops: Sequence[Op], thread: _Thread) -> Iterator[Marks]:
+    """Yield the steps that begin with a call of an annotation, if the calls hold WHOLE of the thread's ops.
+
+    Of annotations inside others, the outer ones with fewer calls come first.
+    """
+    calls = grouped((op.name, op) for op in ops if op.kind == "label" and op.track == thread.track)
+    for name, some in sorted(calls.items(), key=lambda one: len(one[1])):
+        if len(some) < LEAST_STEPS or is_torchs_own(name):
+            continue
+        spans = _apart(some)
+        if len(_outside(thread.ops, spans)) <= (1 - WHOLE) * len(thread.ops):
+            yield from _alike(Marks(name, (), thread.track), [*(start for start, _ in spans), thread.until], thread.ops)
 
 
 def _of_tokens(thread: _Thread) -> Iterator[Marks]:

@@ -329,9 +329,10 @@ def _nest(all_slices: list, deepest: float = math.inf) -> list[Op]:
                 del stack[-1], ends[-1]
                 last = ends[-1] if ends else -math.inf
             end = start + one.dur
-            if end > last and ends and one.name.startswith(STEP):
-                # The annotation still open around prof.step() crosses, not the step that begins in it.
-                while ends and ends[-1] < end:
+            if ends and one.name.startswith(STEP):
+                # The annotation still open around prof.step() crosses, not the step that begins in it. It also does if
+                # it began in a step that has ended.
+                while ends and (ends[-1] < end or min(ends) <= start):
                     del stack[-1], ends[-1]
             if type(one) is Op and len(stack) < deepest:
                 if stack:
