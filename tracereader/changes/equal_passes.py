@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median_high
 
 import msgspec
@@ -23,7 +24,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.steps import outermost_named
-from tracereader.replay.changes import with_durations, without_cpu_time, without_work
+from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
@@ -40,6 +41,7 @@ IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
 GATES = ("aten::tanh", "aten::sigmoid")
+_start = attrgetter("start")
 
 
 class Loop(msgspec.Struct, frozen=True):
@@ -277,9 +279,9 @@ def _ascending(calls: Sequence[tuple[int, Op]]) -> Iterator[list[Op]]:
 def double_batch(case: Case) -> Proposal | None:
     """Return a proposal to double the batch where the GPU waits for launches for most of the time.
 
-    The launches take the CPU as long for twice the batch. What the CPU computes itself grows with it, so that none of
-    the step may be such work. Each activity on the GPU takes twice as long, except for the optimizer's and the
-    collectives, whose sizes are those of the parameters.
+    The launches take the CPU as long for twice the batch. What the CPU computes itself, or in Python between ops, takes
+    twice as long. So does each activity on the GPU, except for the optimizer's and the collectives, whose sizes are
+    those of the parameters.
     """
     summary = case.summary
     steady = summary.steady
@@ -287,14 +289,22 @@ def double_batch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if any(host(step).computing or host(step).pauses for step in case.steps) or loops(case.trace, case.step):
+    if loops(case.trace, case.step):
         return None  # each sample of a loop has launches of its own
+    own = []
+    for step in case.steps:
+        launches = [one.launch for one in step.work if one.launch is not None]
+        for one in (*host(step).computing, *host(step).pauses):
+            follows = min((call for call in launches if call.start >= one.end), key=_start, default=None)
+            own += [(follows.track, follows.start, one.us)] if follows else []
+    if own and summary.communication is not None:
+        return None  # a pause may be a wait for other ranks
     updates = case.launched_in(OPTIMIZER)
     as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}
     share = steady.idle_not_launched_us / summary.steady_us
     longer = {work: 2 * one.us for work, one, _ in case.activities if work not in as_long}
     return Proposal(
-        with_durations(case.graph, case.in_all_steps(longer)),
+        with_cpu_time(with_durations(case.graph, case.in_all_steps(longer)), own),
         f"the GPU waits for launches {share:.0%} of the time; the time after it is half a step of twice the batch",
         "process twice as many samples in one step, with no more launches",
         assumed=True,

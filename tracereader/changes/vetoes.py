@@ -49,6 +49,7 @@ VETOES = (
          "a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0"),
     Veto("fuse_pointwise", lambda case: case.differentiates_twice, "torch.compile cannot do that"),
     Veto("fuse_pointwise", lambda case: case.summary.debugging.checked_gradients > 0, "anomaly_detection comes first"),
+    Veto("double_batch", lambda case: case.summary.debugging.checked_gradients > 0, "anomaly_detection comes first"),
     Veto("fuse_pointwise", has_ffts, "a Fourier neural operator took 9.4 ms compiled instead of 6.8"),
     Veto("fuse_pointwise", lambda case: case.has("aten::_sparse_addmm".__eq__),
          "a graph network with torch.sparse.mm took 5.4 ms compiled instead of 3.9"),
