@@ -46,8 +46,8 @@ class Pair(msgspec.Struct, frozen=True):
     the report does not propose it. best_rank: the same among the proposals that were measured. predicted_us: the step
     that the report predicts. predicted_from_us, measured_from_us: the step before the change in the report and as
     measured. measured_us: the step after it. low, high: the printed range of the saved share; None if one number is
-    printed. blind: the range that is printed if the step without the profiler is not known and the CPU limits it; None
-    for other steps.
+    printed. is_known: whether the report knows the step without the profiler. blind: the range that is printed if that
+    step is not known and the CPU limits it; None for other steps.
     """
 
     before: str
@@ -61,6 +61,7 @@ class Pair(msgspec.Struct, frozen=True):
     predicted_us: float | None = None
     low: float | None = None
     high: float | None = None
+    is_known: bool = False
     blind: tuple[float, float] | None = None
 
     @property
@@ -74,8 +75,9 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def promised(self) -> float:
-        """Return the share of the step that the report says is saved: the middle of a range; 0 without a proposal."""
-        if self.low is not None:
+        """Return the share of the step that the report says is saved: the middle of a range if the step without the
+        profiler is not known; 0 without a proposal."""
+        if self.low is not None and not self.is_known:
             return (self.low + self.high) / 2
         return 1 - self.predicted_us / self.predicted_from_us if self.is_predicted else 0.0
 
@@ -88,7 +90,7 @@ class Pair(msgspec.Struct, frozen=True):
     def as_printed(self) -> bool:
         """Return whether the measured saving lies in the printed range, or within POINTS of the printed number."""
         if self.low is not None:
-            return self.low <= self.saved <= self.high
+            return round(self.low, 2) <= round(max(0.0, self.saved), 2) <= round(self.high, 2)
         return abs(self.promised - self.saved) <= POINTS
 
 
@@ -170,8 +172,9 @@ def _pair(
         return Pair(before, after, change, *steps)
     low, high = one.estimated_savings or (None, None)
     us = one.times_us
-    unseen = next((x.estimated_savings for x in blind if x.change == one.change and x.title == one.title), None)
-    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, *us, low, high, unseen)
+    unseen = next((x.estimated_savings for x in blind if x.change == one.change), None)
+    known = one.knows_unprofiled
+    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, *us, low, high, known, unseen)
 
 
 def _blind(path: Path) -> Sequence:
@@ -226,20 +229,13 @@ def of_folder(folder: Path) -> dict[str, list[Pair]]:
             us = step_us(row)
             if variant == "base" or us is None:
                 continue
-            one = next((x for x in proposed if x.change == row["proposal"] and _is_meant(x, variant, variants)), None)
+            one = next((x for x in proposed if x.change == row["proposal"]), None)
             name = f"{program}/{variant}"
             some.append((row, _pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind)))
         ranked = _ranked([pair for _, pair in some])
         for (row, _), pair in zip(some, ranked, strict=True):
             pairs["fitted" if row.get("fitted") else "unfitted"].append(pair)
     return pairs
-
-
-def _is_meant(one: object, variant: str, variants: Iterable[str]) -> bool:
-    """Return whether a proposal means a variant with its id: TF32 and bf16 have one id, and different titles."""
-    if one.change != "tensor_cores" or "tf32" not in variants:
-        return True
-    return ("TF32" in one.title) == (variant == "tf32")
 
 
 ROWS = (

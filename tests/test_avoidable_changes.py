@@ -354,7 +354,7 @@ def test_a_change_of_gpu_work_alone_is_not_proposed_for_an_overhead_bound_step(p
     on_cpu = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
     busy = [sum(e["dur"] for e in some) for some in work]
     assert on_cpu > 1.5 * sorted(busy)[len(busy) // 2] or "tune" in path.name
-    of_the_gpu = {"fuse_pointwise", "fused_attention", "tensor_cores", "align_shapes", "last_logits"}
+    of_the_gpu = {"fuse_pointwise", "fused_attention", "tf32", "half_precision", "align_shapes", "last_logits"}
     assert not of_the_gpu & set(proposed(case_of(path)))
 
 

@@ -42,8 +42,8 @@ def measured_us(program, variant):
 
 
 @pytest.mark.parametrize(("program", "variant", "change"), [
-    ("character_model", "tf32", "tensor_cores"), ("character_model", "sdpa", "fused_attention"),
-    ("character_model", "compile", "fuse_pointwise"), ("pair_representation", "tf32", "tensor_cores"),
+    ("character_model", "tf32", "tf32"), ("character_model", "sdpa", "fused_attention"),
+    ("character_model", "compile", "fuse_pointwise"), ("pair_representation", "tf32", "tf32"),
 ])  # fmt: skip
 def test_a_measured_step_that_the_gpu_limits_does_not_show_how_much_cpu_time_it_needs(program, variant, change):
     case = case_of(base(program))
@@ -57,10 +57,10 @@ def test_a_measured_step_that_the_gpu_limits_does_not_show_how_much_cpu_time_it_
 
 def test_faster_products_save_nothing_if_the_cpu_needs_the_whole_step():
     case = case_of(base("character_model"))
-    least, most = case.estimates_after(precision.tensor_cores(case).graph)
+    least, most = case.estimates_after(precision.tf32(case).graph)
     assert most.factor * case.graph.cpu_us == pytest.approx(case.summary.unprofiled_step_us)
-    assert step_us_at(precision.tensor_cores(case).graph, most.factor) > case.summary.unprofiled_step_us
-    tf32 = next(one for one in opportunities(case.trace, case.summary) if one.change == "tensor_cores")
+    assert step_us_at(precision.tf32(case).graph, most.factor) > case.summary.unprofiled_step_us
+    tf32 = next(one for one in opportunities(case.trace, case.summary) if one.change == "tf32")
     assert tf32.estimated_savings[0] == 0 < least.factor < most.factor
 
 
@@ -68,13 +68,13 @@ def test_faster_products_save_nothing_if_the_cpu_needs_the_whole_step():
 def test_a_step_that_waits_for_launches_shows_how_much_cpu_time_it_needs(program):
     case = case_of(base(program))
     assert case.summary.gpu_us < 0.66 * case.summary.unprofiled_step_us
-    assert all(one.estimated_savings is None for one in opportunities(case.trace, case.summary))
+    assert all(one.replayed_savings is None for one in opportunities(case.trace, case.summary))
 
 
 @pytest.mark.parametrize("program", ["click_prediction", "detection_loss", "item_embeddings"])
 def test_gradients_that_backward_fills_with_zeros_stay_in_float32(program):
     case = case_of(base(program))
-    after = precision._in_two_bytes(case).graph.dur
+    after = precision.half_precision(case).graph.dur
     fills = [(work, op) for work, _, op in case.activities if op is not None and op.name == "aten::fill_"]
     in_backward = [work for work, op in fills if any("autograd::engine" in above.name for above in op.above())]
     assert sum(work.us for work in in_backward) > 30

@@ -52,9 +52,9 @@ FIRST = [
     ("decode/eager", "cuda_graph"),
     ("pointwise/eager", "fuse_pointwise"),
     ("copies/blocking", "overlap_copies"),
-    ("resnet/fp32", "tensor_cores"),
-    ("encoder/fp32", "tensor_cores"),
-    ("encoder/tf32", "tensor_cores"),
+    ("resnet/fp32", "half_precision"),
+    ("encoder/fp32", "half_precision"),
+    ("encoder/tf32", "half_precision"),
     ("gpt2/sdpa", "align_shapes"),
     ("attention/naive", "fused_attention"),
     ("optimizer/forloop", "fused_optimizer"),
@@ -636,20 +636,23 @@ def test_a_wait_for_the_number_of_different_values_cannot_be_dropped(edited):
 @pytest.mark.exhaustive
 def test_two_bytes_are_proposed_for_tf32_and_for_fp32_without_tf32(tmp_path):
     """A V100 has no TF32 and no bf16. The recorded fp32 and TF32 steps have the same 96 products."""
-    assert "TF32" in proposed("encoder/tf32")["tensor_cores"].evidence
-    assert "bfloat16" in proposed("encoder/tf32")["tensor_cores"].how
-    assert "tensor_cores" not in proposed("encoder/bf16")
+    assert "TF32" in proposed("encoder/tf32")["half_precision"].evidence
+    assert "bfloat16" in proposed("encoder/tf32")["half_precision"].how
+    assert not {"tf32", "half_precision"} & set(proposed("encoder/bf16"))
     # PyTorch's default is TF32 in convolutions alone. The one small product in fp32 does not decide.
     events = json.loads(gzip.decompress((CHANGED / "copies/prefetched.json.gz").read_bytes()))["traceEvents"]
     assert any("sgemm" in one["name"] or "f32f32_f32f32" in one["name"] for one in events if one.get("cat") == "kernel")
-    assert "convolutions" in (one := proposed("copies/prefetched")["tensor_cores"]).evidence and "TF32" in one.evidence
+    assert (
+        "convolutions" in (one := proposed("copies/prefetched")["half_precision"]).evidence and "TF32" in one.evidence
+    )
     document = json.loads(gzip.decompress((CHANGED / "encoder/fp32.json.gz").read_bytes()))
     for device in document["deviceProperties"]:
         device["name"] = "Tesla V100-SXM2-16GB"
     file = tmp_path / "v100.json"
     file.write_text(json.dumps(document))
-    one = priced_changes(file)["tensor_cores"]
-    assert "float16" in one.how and "bfloat16" not in one.how and "set_float32" not in one.how
+    one = priced_changes(file)["half_precision"]
+    assert "float16" in one.how and "bfloat16" not in one.how
+    assert "tf32" not in priced_changes(file)
 
 
 def without_shapes(event):
@@ -895,7 +898,7 @@ def test_no_product_is_priced_below_the_shortest_one_recorded():
         for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         if one.get("cat") == "kernel" and ("s1688gemm" in one["name"] or "gemm_f32f32_tf32" in one["name"])
     )
-    proposal = proposed("lstm/graph")["tensor_cores"]
+    proposal = proposed("lstm/graph")["tf32"]
     assert proposal.step_us_after > 400 * shortest
     assert proposal.saves_us < 0.25 * proposal.step_us
 

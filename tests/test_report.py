@@ -88,7 +88,7 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
     assert len(lines) <= (180 if summary.source.facts.script else 140 + 20 * bool(summary.recording.cold_us))
 
 
-@pytest.mark.parametrize("name", small_first(["convnet/fused", "loader/inline"]))
+@pytest.mark.parametrize("name", small_first(["bert/eager", "loader/inline"]))
 def test_the_table_of_changes_has_the_times_that_sort_it(capsys, monkeypatch, name):
     """The run measured its step without the profiler. Its recorded step is in the line below the first row."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -97,18 +97,18 @@ def test_the_table_of_changes_has_the_times_that_sort_it(capsys, monkeypatch, na
     lines = printed(capsys, trace, "--only", "try").splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("try first"))
     assert "unprofiled step, ms" in lines[at]
-    rows = [
-        row for line in lines[at + 1 :] if (row := re.match(r"\d .* ([\d.]+) -> ([\d.]+) +(?:about )?(\d+)%$", line))
-    ]
+    rows = [row for line in lines[at + 1 :] if (row := re.match(r"\d .* ([\d.]+) -> ([\d.]+) +(\d+) to (\d+)%$", line))]
     assert len(rows) > 1
     assert {row[1] for row in rows} == {f"{document['unprofiled_step_us'] / 1e3:.2f}"}
     after = [float(row[2]) for row in rows]
     assert after == sorted(after), "the change that saves most is first"
     for row in rows:
-        assert int(row[3]) == pytest.approx(100 * (1 - float(row[2]) / float(row[1])), abs=0.6)
+        left = 100 * float(row[2]) / float(row[1])
+        within = max(0, 98 - 1.2 * left), min(100, 102 - 0.8 * left)  # two processes differ, and so do replays
+        assert (int(row[3]), int(row[4])) == pytest.approx(within, abs=0.7)
     told = " ".join(" ".join(lines).split())
     recorded = json.loads(printed(capsys, trace, "--json=all"))["opportunities"][0]
-    assert f"While recorded: {recorded['step_us'] / 1e3:.2f} -> {recorded['step_us_after'] / 1e3:.2f} ms, which" in told
+    assert f"While recorded it saves {recorded['saves_us'] / recorded['step_us']:.0%}" in told.replace("about ", "")
     assert "at most" not in told
 
 

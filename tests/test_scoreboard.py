@@ -74,17 +74,6 @@ def test_without_pairs_shares_and_medians_are_none():
     assert found["median_error"] is None and found["rank_correlation"] is None and found["pairs"] == 0
 
 
-def test_tf32_and_bf16_have_one_id_and_the_title_tells_which_is_meant():
-    class One:
-        change, title = "tensor_cores", "use TF32 or bf16 on tensor cores"
-
-    both = ("base", "tf32", "bf16")
-    assert scoreboard._is_meant(One, "tf32", both) and not scoreboard._is_meant(One, "bf16", both)
-    assert scoreboard._is_meant(One, "bf16", ("base", "bf16"))
-    One.title = "use bf16 or fp16 on tensor cores"
-    assert scoreboard._is_meant(One, "bf16", both) and not scoreboard._is_meant(One, "tf32", both)
-
-
 def test_a_larger_batch_counts_for_one_batch(tmp_path):
     base = {"proposal": "", "served": 1, "runs": [{"median_us": 90.0}, {"median_us": 110.0}], "failures": []}
     larger = {"proposal": "larger_batch", "served": 2, "runs": [{"median_us": 120.0}], "failures": []}

@@ -137,9 +137,9 @@ def test_topk_is_not_proposed_where_the_launches_limit_the_step():
     assert "largest_first" not in priced_changes(base("top_p_filter"))
 
 
-@pytest.mark.parametrize(("program", "low", "high"), [("item_embeddings", 0.3, 0.66), ("word_vectors", 0.1, 0.55)])
+@pytest.mark.parametrize(("program", "low", "high"), [("item_embeddings", 0.1, 0.66), ("word_vectors", 0.1, 0.55)])
 def test_dense_gradients_of_large_tables_are_proposed_to_be_sparse(program, low, high):
-    """The GPU limits word_vectors' measured step, so its saving is a range, in which the measured 45% lie."""
+    """The GPU limits the measured steps, so savings are ranges. In word_vectors' range lie the measured 45%."""
     events, mark = typical(program)
     ops = in_step(events, mark, "cpu_op")
     gradients = Counter()
@@ -150,7 +150,7 @@ def test_dense_gradients_of_large_tables_are_proposed_to_be_sparse(program, low,
     share = gradients[True] / gradients.total()
     one = priced_changes(base(program))["sparse_gradients"]
     assert f"2 tables of embeddings are {share:.0%} of all gradients" in one.evidence
-    least, most = one.estimated_savings or (one.share, one.share)
+    least, most = one.estimated_savings
     assert low <= least <= most <= high
     assert program == "item_embeddings" or least < 1 - 0.98 / 1.78 < most
 
@@ -172,7 +172,7 @@ def test_the_cpu_time_of_a_step_that_the_gpu_limits_is_estimated():
 
 def test_what_follows_a_convolution_in_bf16_is_in_bf16_too():
     """Autocast took 12.7 ms instead of 19.3. Most of the time is copies and pointwise kernels."""
-    one = priced_changes(base("super_resolution"))["tensor_cores"]
+    one = priced_changes(base("super_resolution"))["half_precision"]
     assert one.share == pytest.approx(0.34, abs=0.1) and "torch.bfloat16" in one.how
     events, mark = typical("super_resolution")
     convolutions = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::cudnn_convolution"]

@@ -130,10 +130,10 @@ def _read_trace(printed: str) -> dict:
 
 
 def _saves(one: dict) -> float:
-    """Return the predicted share of the step: the middle of a range where one is printed."""
-    if one["estimated_savings"]:
-        return round(sum(one["estimated_savings"]) / 2, 4)
+    """Return the predicted share of the step: the middle of a range if the step without the profiler is not known."""
     known = one["unprofiled_step_us"] is not None and one["unprofiled_step_us_after"] is not None
+    if one["estimated_savings"] and not known:
+        return round(sum(one["estimated_savings"]) / 2, 4)
     before, after = (one[f"{'unprofiled_' if known else ''}step_us{end}"] for end in ("", "_after"))
     return round(1 - after / before, 4)
 

@@ -364,13 +364,14 @@ def _follows_no_mask_tensor(before: Side, after: Side) -> bool:
 
 @change(
     "compute attention without a mask tensor",
-    "the rate of a good attention kernel for the whole matrix of scores",
+    "the rate of a good attention kernel for the whole matrix of scores, or for half of it if the mask is causal",
     followed=_follows_no_mask_tensor,
 )
 def no_mask_tensor(case: Case) -> Proposal | None:
     """Return a proposal to compute fused attention without a mask that is a tensor of queries x keys.
 
-    Without it, forward and backward take the time of a good kernel for the whole matrix of scores.
+    Without it, forward and backward take the time of a good kernel for the whole matrix of scores. If the mask is
+    causal, which the trace does not show, half of the matrix is left.
     """
     if case.peaks is None or not case.has(MASK_IS_FOURTH.__contains__):
         return None
@@ -395,19 +396,20 @@ def no_mask_tensor(case: Case) -> Proposal | None:
     backward = [(work, us) for work, us, op in backward if tuple(op.inputs.dims_at(0) or ()) in computed]
     takes = sum(us for _, us in backward)
     calls, before = len(shorter), sum(masks.values()) + takes
-    shorter |= made
-    shorter |= {work: us * min(1.0, good / takes) for work, us in backward}
     if not calls:
         return None
+    shorter |= {work: us * min(1.0, good / takes) for work, us in backward}
+    whole, half = (case.in_all_steps({work: part * us for work, us in shorter.items()} | made) for part in (1, 0.5))
     queries, keys = masks.most_common(1)[0][0]
     also = " with their backward" if backward else ""
     return Proposal(
-        with_durations(case.graph, case.in_all_steps(shorter)),
+        with_durations(case.graph, whole),
         f"{counted(calls, 'call')} of fused attention{also} read a mask of {queries:,} x {keys:,} and take "
         f"{duration(before)}",
         "is_causal=True for a causal mask; a block mask of torch.nn.attention.flex_attention for another one; none if "
         "nothing is padded",
         assumed=True,
+        most=with_durations(case.graph, half),
     )
 
 

@@ -35,6 +35,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.users_code import function_around, users_frames
 from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.finding import duration, listed
+from tracereader.findings.recording import changes_the_regime
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace, Work
@@ -107,7 +108,7 @@ def each_priced(
     """
     unprofiled, frames, found = case.unprofiled, users_frames(case.trace.frames), []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
-    error = CPU_ERROR if case.is_limited_by_the_cpu and not unprofiled else 0.0
+    error = CPU_ERROR if case.is_limited_by_the_cpu and not changes_the_regime(case.summary) else 0.0
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")

@@ -105,22 +105,40 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         Where the GPU's work limits the recorded step, the measured time does not show how much CPU time it needs. That
         is the middle of the estimate then, if it is less.
         """
-        known = Unprofiled.of(self.graph, self.summary.unprofiled_step_us)
-        if known is None or self.summary.waits_for not in ("compute", "memory", "gpu"):
+        known = self._measured
+        if known is None or not self._hides_cpu_time:
             return known
-        factor = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
-        return Unprofiled(known.step_us, factor, known.step_us / step_us_at(self.graph, factor))
+        middle = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
+        return msgspec.structs.replace(self._measured_with(middle), is_middle=True)
+
+    @cached_property
+    def _measured(self) -> Unprofiled | None:
+        return Unprofiled.of(self.graph, self.summary.unprofiled_step_us)
+
+    @property
+    def _hides_cpu_time(self) -> bool:
+        return self.summary.waits_for in ("compute", "memory", "gpu")
+
+    def _measured_with(self, share: float) -> Unprofiled:
+        """Return the measured step if it needs this share of the recorded CPU time."""
+        us = self._measured.step_us
+        return Unprofiled(us, share, us / step_us_at(self.graph, share))
 
     @cached_property
     def _of_any_cpu_time(self) -> tuple[Unprofiled, ...]:
         """Return the measured step with the least and the most CPU time that it may need, if it shows neither.
 
-        That is a step which the CPU limits only while it is recorded: with little CPU time it would take as long.
+        That is a step which the GPU limits, or which the CPU limits only while it is recorded: with little CPU time it
+        would take as long.
         """
-        known = self.unprofiled if changes_the_regime(self.summary) else None
-        if known is None or known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ROUGHLY) * known.step_us:
+        known = self._measured
+        if known is None or not (self._hides_cpu_time or changes_the_regime(self.summary)):
+            return ()
+        if known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ROUGHLY) * known.step_us:
             return ()
         least, most = cpu_shares(self.summary, self.graph.cpu_us)
+        if self._hides_cpu_time:
+            return tuple(self._measured_with(min(share, known.factor)) for share in (least, most))
         most = min(most, known.step_us / self.graph.cpu_us)
         return tuple(Unprofiled(known.step_us, share, known.scale) for share in (min(least, most), most))
 

@@ -142,7 +142,7 @@ def _without_obstacles(case: Case) -> Proposal | None:
         f"{_compiled(case)}torch.cuda.graph",
         assumed=True,
         conditional=True,
-        title="remove what keeps CUDA graphs out of the step",
+        title="remove what keeps out CUDA graphs",
     )
 
 
@@ -414,7 +414,7 @@ def _follows_update_graph(before: Side, after: Side) -> bool:
 
 
 @change(
-    "replay the code after backward as a CUDA graph",
+    "replay what follows backward as a CUDA graph",
     "the code computes with no numbers of Python that change",
     followed=_follows_update_graph,
     needs=CUDA_OR_HIP,

@@ -124,6 +124,7 @@ def channels_last(case: Case) -> Proposal | None:
         without_work(case.graph, gone),
         f"{counted(len(conversions), 'layout conversion')} around convolutions: {duration(us)}",
         f"model.to(memory_format=torch.{layout}), and the same for the {what}",
+        assumed=True,
         title=f"keep {what} in the {layout} layout",
     )
 
@@ -150,7 +151,7 @@ def _follows_layout_copies(before: Side, after: Side) -> bool:
 
 
 @change(
-    "drop copies that only change a tensor's layout",
+    "drop copies that only change the layout",
     "the next kernel reads the other layout as fast",
     followed=_follows_layout_copies,
     keys=("channels_last",),

@@ -12,7 +12,8 @@ from tracereader.replay.recorded import TOLERANCE
 
 # An estimated range reaches the first share beyond the replayed savings at both ends of the estimate. Where the CPU
 # limits, the step after the change may take the second share more or less, because two processes of the same program
-# alone differ by up to 30%. It is no bound: some measured savings lie outside (benchmarks/scoreboard.py counts them).
+# alone differ by up to 30%: also if the step without the profiler is known, since that is one process. It is no bound:
+# some measured savings lie outside (benchmarks/scoreboard.py counts them).
 REPLAY_ERROR, CPU_ERROR = 0.02, 0.2
 # What a program may not be able to do stands among the changes as if it saved this share of what it saves.
 CONDITIONAL = 0.5
@@ -23,9 +24,9 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
 
     unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
     measure its step without the profiler. estimated_savings: the smallest and the largest share that the change may
-    save without the profiler, which are no bounds; None if that step shows the share or the estimate does not matter
-    (Case.estimates_after). replayed_savings: the shares at both ends of the estimate of recording.py, which
-    estimated_savings widens by their error. basis: `replay`
+    save without the profiler, which are no bounds; None if the CPU limits neither that step nor the recorded one, or
+    if the estimate does not matter (Case.estimates_after). replayed_savings: the shares at both ends of the estimate of
+    recording.py, which estimated_savings widens by their error. basis: `replay`
     if only times and dependencies of this trace are used, `bound` if a hardware limit or a typical rate is assumed.
     how: one line on how to try it. kernels: the names of the typical step's GPU activities that the change makes
     shorter or removes; empty if only CPU work changes. replayed: the replayed step divided by the recorded one, if they
@@ -84,7 +85,7 @@ class Proposal(msgspec.Struct, frozen=True):
     the change's. shared: the number of today's batches that the changed step serves; its time is given for one batch.
     unrecorded: whether the change removes CPU time in which nothing is recorded, which the profiler makes no longer.
     least_us: a time that the step takes at least after the change. conditional: whether the trace does not show that
-    the program can make the change.
+    the program can make the change. most: the graph if the change saves as much as the trace leaves possible.
     """
 
     graph: Graph
@@ -96,6 +97,7 @@ class Proposal(msgspec.Struct, frozen=True):
     unrecorded: bool = False
     least_us: float = 0.0
     conditional: bool = False
+    most: Graph | None = None
 
 
 def priced(
@@ -120,18 +122,23 @@ def priced(
     if after > before:
         estimates = ()  # such a change is not shown: see is_worth_showing()
     replayed = 1 / scale
-    uncertain = (
-        ""
-        if abs(replayed - 1) <= TOLERANCE
-        else (f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time")
-    )
+    uncertain = f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time"
+    uncertain *= abs(replayed - 1) > TOLERANCE
     ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
-    without = None
-    if unprofiled and ends:  # a change that saves no CPU time saves nothing if the CPU needs the whole step
-        ends = [max(0.0, one) for one in ends]
-        without = unprofiled.step_us * (1 - sum(ends) / 2)
-    elif unprofiled:
+    without, spread = None, ends
+    if unprofiled:
         without = _without_profiler(proposal, unprofiled, before - after)
+        spread = ends = [max(0.0, one) for one in ends]
+        if ends and not unprofiled.is_middle:
+            # A change that saves no CPU time saves nothing if the CPU needs the whole step.
+            without = unprofiled.step_us * (1 - sum(ends) / 2)
+        elif error and not ends:
+            spread = [1 - without / unprofiled.step_us]
+    if proposal.most is not None:
+        best = msgspec.structs.replace(proposal, graph=proposal.most, most=None)
+        most = priced(name, title, best, unprofiled, estimates)
+        spread = [*(spread or [1 - (without or after) / most.times_us[0]]), *(most.replayed_savings or [most.share])]
+        without = unprofiled and unprofiled.step_us * (1 - (min(spread) + max(spread)) / 2)
     return Opportunity(
         change=name,
         title=proposal.title or title,
@@ -143,7 +150,7 @@ def priced(
         how=proposal.how,
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
         unprofiled_step_us_after=without,
-        estimated_savings=_with_error(min(ends), max(0.0, *ends), error) if ends else None,
+        estimated_savings=_with_error(min(spread), max(0.0, *spread), error) if spread else None,
         replayed_savings=(min(ends), max(ends)) if ends else None,
         replayed=replayed if uncertain else None,
         conditional=proposal.conditional,
@@ -191,12 +198,13 @@ class Unprofiled(msgspec.Struct, frozen=True):
     """A step's time without the profiler (µs), measured or estimated, and the share of the recorded CPU time it needs.
 
     factor: that share. scale: that time divided by the replayed time with that CPU time. It differs from 1 if the GPU's
-    own times were different while recording.
+    own times were different while recording. is_middle: whether the share is the middle of an estimate.
     """
 
     step_us: float
     factor: float
     scale: float
+    is_middle: bool = False
 
     @classmethod
     def of(cls, graph: Graph, step_us: float | None, within: float = 0.0) -> "Unprofiled | None":

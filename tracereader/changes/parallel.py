@@ -46,7 +46,7 @@ _start = attrgetter("start")
 
 
 @change(
-    "keep gathered parameters for the backward pass",
+    "keep gathered parameters for backward",
     "all parameters fit into memory",
     jobs_followed=gathers_less,
 )

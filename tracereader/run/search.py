@@ -310,8 +310,8 @@ def predictions(trace: Path) -> dict[str, float]:
         return {}
     if isinstance(found, Refused):
         return {}
-    ends = {one.change: one.estimated_savings for one in found}
-    return {one.change: sum(ends[one.change]) / 2 if ends[one.change] else one.share for one in found}
+    unknown = {one.change: one.estimated_savings for one in found if not one.knows_unprofiled}
+    return {one.change: sum(unknown.get(one.change) or [2 * one.share]) / 2 for one in found}
 
 
 def _announcement(session: Session, first: Run) -> str:

@@ -93,13 +93,9 @@ def _reason(one: Opportunity) -> str:
 
 
 def _while_recorded(one: Opportunity) -> str:
-    """Return the change of the recorded step, if the table has the savings without the profiler."""
+    """Return what is saved of the recorded step, if the table has the savings without the profiler."""
     if (not one.knows_unprofiled and one.estimated_savings is None) or one.is_unknown:
         return ""
-    unit, saved = unit_of([one.step_us], ms_from=1e3), _saved(one, one.saves_us / one.step_us)
-    before, after = unit(one.step_us), unit(one.step_us_after)
-    if before == after:
-        return "While recorded it saves nothing. "
-    if one.estimated_savings:
-        return f"While recorded it saves {saved}. "
-    return f"While recorded: {before} -> {after} {unit.name}, which saves {saved}. "
+    unit = unit_of([one.step_us], ms_from=1e3)
+    nothing = unit(one.step_us) == unit(one.step_us_after)
+    return f"While recorded it saves {'nothing' if nothing else _saved(one, one.saves_us / one.step_us)}. "
