@@ -249,6 +249,22 @@ def test_everything_is_tried_if_the_first_changes_do_not_help(searched, capsys):
     assert "None of the changes that ran saves more than the noise" in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_was_compiled_before_is_expected_to_take_less_time(searched):
+    """The first compilation takes 90 s, and later ones are in the compiler's cache."""
+    program = Simulated({"compile": 0.35, "gc_freeze": 0.97}, ON_CPU, noise=0.12, seconds=15.0)
+    ran = program.run_once
+
+    def cached(command, plan, environment, folder, limit_s, **more):
+        first = "compile" in plan["changes"] and not any("compile" in keys for keys in program.ran)
+        program.seconds = 85.0 if first else 15.0  # and 20 s of each run that compiles
+        return ran(command, plan, environment, folder, limit_s, **more)
+
+    program.run_once = cached
+    session = searched(program, minutes=7, only=("compile", "gc_freeze", "fused_optimizer"))
+    assert session.together == ("compile",) and len(session.of(session.together)) > 1
+    assert session.expected_s(("compile",)) == 35
+
+
 @pytest.mark.parametrize("minutes", (0.5, 1, 2, 5, 10))
 @pytest.mark.parametrize("seconds", (2.0, 9.0, 40.0))
 def test_the_time_is_kept(searched, minutes, seconds):
