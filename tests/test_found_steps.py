@@ -69,6 +69,17 @@ def test_an_annotation_whose_calls_hold_nearly_everything_begins_the_steps(unmar
     assert apart == pytest.approx([1000 * (ts - calls[0]) for ts in calls], abs=1)
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_annotations_inside_another_one_may_be_layers(tmp_path, around):
+    events = [event("forward", "user_annotation", 0, 400)] * around
+    for number in range(4):
+        events.append(event("layer", "user_annotation", 5 + 95 * number, 90))
+        events += [event(name, "cpu_op", 10 + 95 * number + 20 * at, 9) for at, name in enumerate(LAYER[:3])]
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    assert read(file, steps_by=StepsBy.FOUND).steps_by == (None if around else "layer")
+
+
 def test_a_step_of_an_annotation_that_began_in_the_step_before_has_its_ops(tmp_path):
     """A step from one lookup to the next crosses the annotations, which begin a little earlier."""
     events, token = [], ("aten::embedding", "aten::linear", "aten::argmax")

@@ -268,14 +268,14 @@ def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple
 def _of_annotations(ops: Sequence[Op], thread: _Thread) -> Iterator[Marks]:
     """Yield the steps that begin with a call of an annotation, if the calls hold WHOLE of the thread's ops.
 
-    Of annotations inside others, the outer ones with fewer calls come first.
+    Calls inside other annotations may be the layers of a model.
     """
-    calls = grouped((op.name, op) for op in ops if op.kind == "label" and op.track == thread.track)
-    for name, some in sorted(calls.items(), key=lambda one: len(one[1])):
-        if len(some) < LEAST_STEPS or is_torchs_own(name):
-            continue
-        spans = _apart(some)
-        if len(_outside(thread.ops, spans)) <= (1 - WHOLE) * len(thread.ops):
+    users = [op for op in ops if op.kind == "label" and op.track == thread.track and not is_torchs_own(op.name)]
+    outer = set(_apart(users))
+    calls = grouped((op.name, (op.start, op.end)) for op in users if (op.start, op.end) in outer)
+    for name, some in calls.items():
+        spans = sorted(set(some))
+        if len(spans) >= LEAST_STEPS and len(_outside(thread.ops, spans)) <= (1 - WHOLE) * len(thread.ops):
             yield from _alike(Marks(name, (), thread.track), [*(start for start, _ in spans), thread.until], thread.ops)
 
 
