@@ -66,7 +66,8 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
     for number, one in enumerate(found[1:], 2):
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
         takes = f"{step} takes {unit(one.times_us[1])} {unit.name} then"
-        saved = f"est. saving {_saves(one)}" if one.estimated_savings else f"{takes}, which saves {_saves(one)}"
+        saved = f"est. saving {_saves(one)}" if one.estimated_savings else f"which saves {_saves(one)}"
+        saved = f"{takes}, {saved}" if one.knows_unprofiled or not one.estimated_savings else saved
         saved = NOT_KNOWN if one.is_unknown else saved
         paragraph(out, plain(f"{one.title}: {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
         if number <= EXPLAINED:
