@@ -190,7 +190,7 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
 
 
 def _usual_share(one: Opportunity) -> float:
-    share = sum(one.replayed_savings) / 2 if one.replayed_savings else one.share
+    share = one.share if one.knows_unprofiled or not one.replayed_savings else sum(one.replayed_savings) / 2
     return share * CONDITIONAL if one.conditional else share
 
 
