@@ -128,11 +128,11 @@ def priced(
     without, spread = None, ends
     if unprofiled:
         without = _without_profiler(proposal, unprofiled, before - after)
+        # A change that saves no CPU time saves nothing if the CPU needs the whole step.
         spread = ends = [max(0.0, one) for one in ends]
         if ends and not unprofiled.is_middle:
-            # A change that saves no CPU time saves nothing if the CPU needs the whole step.
             without = unprofiled.step_us * (1 - sum(ends) / 2)
-        elif error and not ends:
+        elif error and not ends:  # the measured step is one process's
             spread = [1 - without / unprofiled.step_us]
     if proposal.most is not None:
         best = msgspec.structs.replace(proposal, graph=proposal.most, most=None)
