@@ -312,8 +312,10 @@ def predictions(trace: Path) -> dict[str, float]:
         return {}
     if isinstance(found, Refused):
         return {}
-    unknown = {one.change: one.estimated_savings for one in found if not one.knows_unprofiled}
-    return {one.change: sum(unknown.get(one.change) or [2 * one.share]) / 2 for one in found}
+    return {
+        one.change: one.share if one.knows_unprofiled or not one.estimated_savings else sum(one.estimated_savings) / 2
+        for one in found
+    }
 
 
 def _announcement(session: Session, first: Run) -> str:
