@@ -142,7 +142,7 @@ def _without_obstacles(case: Case) -> Proposal | None:
         f"{_compiled(case)}torch.cuda.graph",
         assumed=True,
         conditional=True,
-        title="remove what keeps out CUDA graphs",
+        title="remove what keeps CUDA graphs out",
     )
 
 
