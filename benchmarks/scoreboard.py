@@ -44,10 +44,10 @@ class Pair(msgspec.Struct, frozen=True):
     before, after: the names of the two recordings. change: the id of the proposal that it follows; empty if no proposal
     stands for it, or if the comparison does not decide which one. rank: its place among the proposals, from 1; None if
     the report does not propose it. best_rank: the same among the proposals that were measured. predicted_us: the step
-    that the report predicts. predicted_from_us, measured_from_us: the step before the change in the report and as
-    measured. measured_us: the step after it. low, high: the printed range of the saved share; None if one number is
-    printed. is_known: whether the report knows the step without the profiler. blind: the range that is printed if that
-    step is not known and the CPU limits it; None for other steps.
+    that the report predicts. measured_from_us, measured_us: the step before and after the change. promised: the share
+    of the step that the report says is saved; 0 without a proposal. low, high: the printed range of that share; None if
+    one number is printed. blind: the range that is printed if the step without the profiler is not known and the CPU
+    limits it; None for other steps.
     """
 
     before: str
@@ -57,11 +57,10 @@ class Pair(msgspec.Struct, frozen=True):
     measured_us: float
     rank: int | None = None
     best_rank: int | None = None
-    predicted_from_us: float | None = None
     predicted_us: float | None = None
+    promised: float = 0.0
     low: float | None = None
     high: float | None = None
-    is_known: bool = False
     blind: tuple[float, float] | None = None
 
     @property
@@ -72,14 +71,6 @@ class Pair(msgspec.Struct, frozen=True):
     def ratio(self) -> float:
         """Return the predicted step divided by the measured one."""
         return self.predicted_us / self.measured_us
-
-    @property
-    def promised(self) -> float:
-        """Return the share of the step that the report says is saved: the middle of a range if the step without the
-        profiler is not known; 0 without a proposal."""
-        if self.low is not None and not self.is_known:
-            return (self.low + self.high) / 2
-        return 1 - self.predicted_us / self.predicted_from_us if self.is_predicted else 0.0
 
     @property
     def saved(self) -> float:
@@ -171,10 +162,9 @@ def _pair(
     if one is None:
         return Pair(before, after, change, *steps)
     low, high = one.estimated_savings or (None, None)
-    us = one.times_us
     unseen = next((x.estimated_savings for x in blind if x.change == one.change), None)
-    known = one.knows_unprofiled
-    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, *us, low, high, known, unseen)
+    after_us, promised = one.times_us[1], one.likely_share
+    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, after_us, promised, low, high, unseen)
 
 
 def _blind(path: Path) -> Sequence:

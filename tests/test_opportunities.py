@@ -24,7 +24,7 @@ from tracereader.changes.copies import overlap_copies
 from tracereader.changes.fusion import fuse_pointwise
 from tracereader.changes.graphs import cuda_graph
 from tracereader.changes.layout import layout_copies
-from tracereader.changes.opportunity import Opportunity, Proposal, priced
+from tracereader.changes.opportunity import Opportunity, Proposal, priced, worth_showing
 from tracereader.changes.waits import remove_sync
 from tracereader.command import DEFAULT_LIMIT
 from tracereader.figures import summarize
@@ -1223,3 +1223,15 @@ def test_a_single_large_step_is_replayed_like_several(name, monkeypatch):
     assert len(graph.trace.steps) == 1 < len(trace.steps)
     of_one = {one.change: one.share for one in opportunities(trace, summary)}
     assert of_one == pytest.approx(of_several, abs=0.02) and of_one
+
+
+def test_the_likely_share_is_that_of_the_known_step_or_the_middle_of_the_range():
+    one = Opportunity("x", "X", 100.0, 60.0, 40.0, "replay", "", "")
+    assert one.likely_share == pytest.approx(0.4)
+    estimated = replace(one, estimated_savings=(0.1, 0.3))
+    assert estimated.likely_share == pytest.approx(0.2)
+    known = replace(estimated, unprofiled_step_us=50.0, unprofiled_step_us_after=45.0)
+    assert known.likely_share == pytest.approx(0.1)
+    # The changes are in the order of these shares; what a program may not be able to do counts half.
+    perhaps = replace(one, change="y", conditional=True, step_us_after=70.0, saves_us=30.0)
+    assert worth_showing([perhaps, one, estimated]) == (one, estimated, perhaps)

@@ -25,11 +25,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 from peers import judged  # noqa: E402
+
+from tracereader.changes.opportunity import Opportunity  # noqa: E402
 
 PEERS = {"gpu-idle": "0.1.0", "torch-tb-profiler": "0.4.3", "fournex": "0.3.1", "traceinsight": "0.6.1"}
 # pip's TraceLens is another project than AMD's library of this name: it is asked only what it is.
@@ -130,12 +134,8 @@ def _read_trace(printed: str) -> dict:
 
 
 def _saves(one: dict) -> float:
-    """Return the predicted share of the step: the middle of a range if the step without the profiler is not known."""
-    known = one["unprofiled_step_us"] is not None and one["unprofiled_step_us_after"] is not None
-    if one["estimated_savings"] and not known:
-        return round(sum(one["estimated_savings"]) / 2, 4)
-    before, after = (one[f"{'unprofiled_' if known else ''}step_us{end}"] for end in ("", "_after"))
-    return round(1 - after / before, 4)
+    """Return the predicted share of the step."""
+    return round(msgspec.convert(one, Opportunity).likely_share, 4)
 
 
 def _gpu_idle(printed: str) -> dict:

@@ -67,6 +67,13 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
         return self.step_us, self.step_us_after
 
     @property
+    def likely_share(self) -> float:
+        """Return one share for the saving: that of the known step without the profiler, or the middle of the range."""
+        if self.estimated_savings is None or self.knows_unprofiled:
+            return self.share
+        return sum(self.estimated_savings) / 2
+
+    @property
     def is_unknown(self) -> bool:
         """Return whether what is counted is too little to show, so that only the other ranks' traces show a saving."""
         return self.needs_other_ranks and not is_worth_showing(self)
@@ -186,12 +193,11 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
     that time is only estimated, the middle of the estimated savings decides the order.
     """
     worth = [one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one))]
-    return tuple(sorted(worth, key=lambda one: (-_usual_share(one), -one.saves_us)))
+    return tuple(sorted(worth, key=_place))
 
 
-def _usual_share(one: Opportunity) -> float:
-    share = one.share if one.knows_unprofiled or not one.replayed_savings else sum(one.replayed_savings) / 2
-    return share * CONDITIONAL if one.conditional else share
+def _place(one: Opportunity) -> tuple[float, float]:
+    return -one.likely_share * (CONDITIONAL if one.conditional else 1), -one.saves_us
 
 
 class Unprofiled(msgspec.Struct, frozen=True):

@@ -312,10 +312,7 @@ def predictions(trace: Path) -> dict[str, float]:
         return {}
     if isinstance(found, Refused):
         return {}
-    return {
-        one.change: one.share if one.knows_unprofiled or not one.estimated_savings else sum(one.estimated_savings) / 2
-        for one in found
-    }
+    return {one.change: one.likely_share for one in found}
 
 
 def _announcement(session: Session, first: Run) -> str:
