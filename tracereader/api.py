@@ -92,25 +92,11 @@ class Run:
         with contextlib.redirect_stdout(io.StringIO()):
             pages.write(self._page(), str(file), force)
 
-    def to_pandas(self, table: str = "kernels"):
-        """Return a table as a pandas.DataFrame: kernels, ops, steps or opportunities. Raises ImportError without it."""
-        import pandas
+    def rows(self, table: str = "kernels") -> list[dict]:
+        """Return a table, of which pandas, polars and pyarrow make theirs: kernels, ops, steps or opportunities.
 
-        return pandas.DataFrame(self._rows(table))
-
-    def to_polars(self, table: str = "kernels"):
-        """Return the same as a polars.DataFrame."""
-        import polars
-
-        return polars.DataFrame(self._rows(table))
-
-    def to_arrow(self, table: str = "kernels"):
-        """Return the same as a pyarrow.Table."""
-        import pyarrow
-
-        return pyarrow.Table.from_pylist(self._rows(table))
-
-    def _rows(self, table: str) -> list[dict]:
+        Raises ValueError if there is no such table.
+        """
         if table not in TABLES:
             raise ValueError(f"no table {table!r}; there are {', '.join(TABLES)}")
         return [
