@@ -14,6 +14,7 @@ from tracereader.changes.roofline import moving_us
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.phases import backward_of_left_gradients
 from tracereader.figures.training import unused_nodes
 from tracereader.findings.decoding import head_of_all
 from tracereader.findings.device_words import CUDA_OR_HIP
@@ -21,6 +22,7 @@ from tracereader.findings.finding import counted, duration
 from tracereader.replay.changes import cuda_graph as as_cuda_graph
 from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Work
+from tracereader.trace.labels import ACCUMULATES
 from tracereader.trace.op_names import COPYING
 from tracereader.two_runs.faster import graphs_launched
 from tracereader.two_runs.same_work import (
@@ -82,14 +84,33 @@ def last_logits(case: Case) -> Proposal | None:
     )
 
 
+def _without_left_gradients(case: Case) -> Proposal | None:
+    """Propose to compute no gradients that stay from step to step, if they come last in backward."""
+    found, typical = case.in_each_step(lambda step: backward_of_left_gradients(case.trace, step))
+    if not typical or not all(found):
+        return None
+    ends = [(nodes[0].track, nodes[0].start, nodes[-1].end) for nodes in found]
+    gradients = sum(node.name == ACCUMULATES for node in typical)
+    return Proposal(
+        without_ops(without_cpu_time(case.graph, ends), [node for nodes in found for node in nodes]),
+        f"backward adds to {counted(gradients, 'gradient')} that the step before left, in "
+        f"{counted(len(typical), 'op')} after all other gradients: no zero_grad() clears them",
+        "torch.no_grad() around the model that is not trained, or requires_grad_(False) for its parameters",
+        title="compute no gradients of what is not trained",
+    )
+
+
 @change(
     "run the model without autograd",
-    "no backward follows outside the trace",
+    "no backward follows outside the trace, and no later step uses the gradients that each step adds to",
     followed=halved(lambda side: side.summary.training.unused_nodes, same_heavy, by_calls),
+    on_cpu=_without_left_gradients,
     keys=("inference_mode",),
 )
 def no_autograd(case: Case) -> Proposal | None:
-    """Propose to run a model without autograd, if autograd records many of its ops and the trace has no backward."""
+    """Propose to run a model without autograd, if it records many ops and no backward follows, or one for nothing."""
+    if case.trace.trains:
+        return _without_left_gradients(case)
     if case.summary.training.unused_nodes < MANY_NODES:
         return None
     found, typical = case.in_each_step(lambda step: unused_nodes(case.trace, step))

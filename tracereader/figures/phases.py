@@ -132,6 +132,22 @@ def added_gradients(step: Step) -> list[Op]:
     return sorted((op for node in nodes for op in node.children if op.name == "aten::add_"), key=lambda op: op.start)
 
 
+def backward_of_left_gradients(trace: Trace, step: Step) -> list[Op]:
+    """Return the nodes of backward that only add to gradients which the step before left, after all other ones.
+
+    Where some gradients are new, the program has cleared these. One that is added to was there before. What runs after
+    the last new gradient is needed for no new one. The list is empty if the step has several passes or one inside
+    another, which may add to the gradients of the first, or if the trace does not show how many it has.
+    """
+    nodes = sorted(backward_nodes(step), key=lambda op: op.start)
+    giving = [node for node in nodes if node.name == ACCUMULATES]
+    is_one = _is_tied(trace, step) and len(backward_begins(trace, step)) == 1
+    if not is_one or any(in_backward(above) for node in giving for above in node.above()):
+        return []
+    new = [node for node in giving if not any(op.name.startswith("aten::add") for op in node.walk())]
+    return [node for node in nodes if node.start > new[-1].start] if new else []
+
+
 def in_backward(op: Op) -> bool:
     """Return whether autograd's engine calls this op, or whether it is the engine's own record of a node."""
     return op.name.startswith(AUTOGRAD) or any(above.name.startswith(AUTOGRAD) for above in op.above())
