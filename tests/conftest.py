@@ -39,6 +39,9 @@ def pytest_addoption(parser):
 # A module that a test file of the scripts imports; each of them imports torch, or is there for what does.
 NEEDS_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers|common|conftest|sweep|recompile)\b", re.M)
 
+# The files that take longest begin first, or one process works on the last of them while the other one has no more.
+LONGEST = ("test_record_trace", "test_try_changes", "test_page", "test_bad_input", "test_training_runs", "test_kills")
+
 # Fixtures that take longer than the tests of the reader's own code.
 NOT_THE_READERS = {"chromium", "wheel", "server"}
 
@@ -60,7 +63,7 @@ def pytest_cmdline_main(config):
     asked = config.option
     alone = asked.usepdb or asked.collectonly or asked.markexpr == "gpu" or all("::" in word for word in config.args)
     if config.pluginmanager.hasplugin("xdist") and asked.numprocesses is None and not alone:
-        asked.numprocesses, asked.dist = 2, "loadfile"
+        asked.numprocesses, asked.dist, asked.loadscopereorder = 2, "loadfile", False
 
 
 def pytest_configure():
@@ -81,6 +84,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = {item for item in items if NOT_THE_READERS & set(item.fixturenames)}
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu:
         import torch

@@ -67,7 +67,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.mark.exhaustive
 def test_a_run_that_is_ended_at_any_moment(tmp_path):
-    count = int(os.environ.get("KILLS", "40"))
+    count = int(os.environ.get("KILLS", "24"))
     whole = started(RUN, tmp_path / "0")
     begun = time.monotonic()
     assert whole.wait() == 0, whole.stderr.read()

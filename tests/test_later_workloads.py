@@ -533,19 +533,19 @@ def test_without_the_op_of_flex_attention_both_of_its_reductions_show_it(tmp_pat
     assert not flex_calls(file) and "compile_flex" not in priced_changes(file)
 
 
-@pytest.mark.parametrize("op", ["aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward"])
 @pytest.mark.parametrize(
-    ("optimizer", "dense", "sparse"),
+    ("optimizer", "dense", "op", "sparse"),
     [
-        ("Adam", "fused", "fused"),  # it refuses sparse gradients, so another optimizer has them
-        ("SGD", "fused", None),
-        ("RMSprop", "foreach", "foreach"),
-        ("SparseAdam", None, None),
-        ("Muon", None, None),
+        # It refuses sparse gradients, so another optimizer has them.
+        ("Adam", "fused", "aten::embedding_sparse_backward", "fused"),
+        ("SGD", "fused", "aten::_embedding_bag_sparse_backward", None),
+        ("RMSprop", "foreach", "aten::embedding_sparse_backward", "foreach"),
+        ("SparseAdam", None, "aten::embedding_sparse_backward", None),
+        ("Muon", None, "aten::embedding_sparse_backward", None),
     ],
 )
 def test_an_optimizer_is_only_told_to_use_what_torch_offers_for_its_gradients(
-    tmp_path, capsys, op, optimizer, dense, sparse
+    tmp_path, capsys, optimizer, dense, op, sparse
 ):
     """A fused SGD refuses sparse gradients, and a foreach one loops over them."""
 

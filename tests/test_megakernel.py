@@ -157,7 +157,7 @@ def test_the_plan_computes_eagers_tokens():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 600, 2), (3, 33, 3), (4, 40, 5)])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 600, 2), (4, 40, 5)])
 def test_the_plan_computes_eagers_tokens_at_other_sizes(sizes):
     assert emulated(*sizes).endswith("eager's tokens\n")
 

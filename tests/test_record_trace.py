@@ -807,7 +807,7 @@ def of_a_numbered_script(folder, script, *flags):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["01_matmul_add.py", "05_llm.py", "06_training.py"])  # each ends steps in its way
 def test_a_numbered_scripts_step_is_recorded_as_in_its_own_trace(tmp_path, script):
     trace = of_a_numbered_script(tmp_path, script, "--device", "cpu")
     assert set(calls_in_each_step(trace, SCRIPTS[script][1])) == {1} and trace["unprofiled_step_us"] > 0
