@@ -715,6 +715,35 @@ def inference_mode():
     return steps(made, nn.Linear(2, 2), torch.ones(2)).is_inference()
 
 
+def unused(look=False):
+    made = changes.install(torch, [] if look else ["no_unused_gradients"], look)
+    first, student, teacher = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    late = torch.optim.SGD(first.parameters(), 0.1)  # makes no step in these
+    optimizer, weight = torch.optim.SGD(student.parameters(), 0.1), teacher.weight.tolist()
+    for _ in range(4):
+        x = first(torch.ones(2))
+        (student(x) - teacher(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.step_ended()
+    if look:
+        return [{**one, "line": one["line"].rpartition("/")[2]} for one in made.facts()["seen"]["unused"]]
+    learn = [one.weight.requires_grad for one in (first, student, teacher)]
+    return learn, teacher.weight.grad is None, first.weight.grad is not None, made.applied
+
+
+def unused_looked_at():
+    return unused(look=True)
+
+
+def by_hand():
+    made, model = changes.install(torch, ["no_unused_gradients"]), nn.Linear(2, 2)
+    for _ in range(4):
+        model(torch.ones(2)).sum().backward()
+        made.step_ended()
+    return model.weight.requires_grad, made.applied
+
+
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
@@ -891,6 +920,8 @@ CHANGED = {
     "bf16": ["torch.float32", "torch.bfloat16", 3, True],
     "channels_last": [[True, True, True], True],
     "inference_mode": True,
+    "unused": [[True, True, False], True, True, {"no_unused_gradients": 1}],
+    "by_hand": [True, {"no_unused_gradients": 0}],
     "graphs": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1}, "torch.float32"],
     "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
     "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],
@@ -909,10 +940,16 @@ def forked(tmp_path_factory):
     script = tmp_path_factory.mktemp("forks") / "forks.py"
     script.write_text(FORKS)
     inside = ROOT / "tracereader" / "run" / "inside" / "changes.py"
-    ran = subprocess.run(
-        [sys.executable, script, inside, *CHANGED, "looked_at"], capture_output=True, text=True, check=True
-    )
+    names = [*CHANGED, "looked_at", "unused_looked_at"]
+    ran = subprocess.run([sys.executable, script, inside, *names], capture_output=True, text=True, check=True)
     return {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in ran.stdout.splitlines()}
+
+
+def test_a_run_that_looks_names_what_no_optimizer_updates(forked):
+    (found,) = forked["unused_looked_at"]
+    text = FORKS.splitlines()
+    assert text[int(found["line"].partition(":")[2]) - 1].strip().startswith("(student(x) - teacher(x))")
+    assert (found["name"], found["parameters"]) == ("Linear", 2 * 2 + 2)
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -18,8 +18,9 @@ class Seen(msgspec.Struct, frozen=True):
     """What one run showed of the program: the objects that it made and the settings that it uses.
 
     Each object has its `line`, the line of the program that made or called it, and `through`, the line of a package
-    that did it for the program. world_size: the number of processes that train together. workers: how many workers of a
-    DataLoader are tried. backward: whether there was a backward pass, as also where parameters are changed by hand.
+    that did it for the program. unused: the outermost modules with gradients that no optimizer uses. world_size: the
+    number of processes that train together. workers: how many workers of a DataLoader are tried. backward: whether
+    there was a backward pass, as also where parameters are changed by hand.
     """
 
     modules: tuple[Place, ...] = ()
@@ -31,6 +32,7 @@ class Seen(msgspec.Struct, frozen=True):
     attention: tuple[Place, ...] = ()
     zero_grad: tuple[Place, ...] = ()
     compiled: tuple[Place, ...] = ()
+    unused: tuple[Place, ...] = ()
     torch: str = ""
     device: str = "cpu"
     gpu: str = ""
@@ -216,6 +218,10 @@ def _before_its_call(seen: Seen) -> str:
     return f"before its call at {at(_called(seen))} ({which})"
 
 
+def _classes(places: Sequence[Place]) -> str:
+    return " and the ".join(dict.fromkeys(str(one["name"]) for one in places))
+
+
 def _with_article(name: str) -> str:
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 
@@ -305,6 +311,16 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "no checkpointing",
             lambda seen: bool(seen.checkpoints),
             _without_checkpoints,
+            often=True,
+        ),
+        Candidate(
+            "no_unused_gradients",
+            "no unused gradients",
+            lambda seen: bool(seen.unused) and not seen.ddp,
+            lambda seen: (
+                f"requires_grad_(False) for what no optimizer updates in the {_classes(seen.unused)} that is called at "
+                f"{at(seen.unused)}"
+            ),
             often=True,
         ),
         Candidate(

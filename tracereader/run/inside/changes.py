@@ -16,6 +16,7 @@ import sysconfig
 
 SEED = 0
 FROZEN_AFTER = 3  # steps, after which nearly everything that stays is there
+UNUSED = "no_unused_gradients"
 NUDGED = "nudged"  # the key of a run that shows how far rounding changes the losses
 TF32_ROUNDING = 2**-11
 FOUND_BY = 2  # steps, in which the outermost modules have been called
@@ -40,12 +41,13 @@ class Changes:
         self.applied = dict.fromkeys(keys, 0)
         self.refused = {}
         self.seen = {"modules": [], "optimizers": [], "loaders": [], "ddp": [], "checkpoints": [], "copies": []}
-        self.seen.update(attention=[], zero_grad=[], compiled=[])
+        self.seen.update(attention=[], zero_grad=[], compiled=[], unused=[])
         self.outputs, self._losses = [], []
         self.stock = 0  # the batches that the workers of the loaders prepare ahead
         self.steps = 0
         self._searching, self._ends = False, []
         self._known = {}
+        self._outermost, self._optimizers = [], []  # until it is known which gradients no optimizer uses
 
     # What measuring calls.
 
@@ -58,6 +60,24 @@ class Changes:
             gc.collect()
             gc.freeze()
             self.applied["gc_freeze"] += 1
+        if self.steps == FROZEN_AFTER and (self.look or UNUSED in self.keys):
+            self._find_unused_gradients()
+
+    def _find_unused_gradients(self):
+        """Find the parameters that get gradients and that no optimizer has; stop their gradients if that is wanted."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        used = {id(one) for group in groups for one in group["params"]}
+        for module, place in self._outermost if used else ():
+            unused = [one for one in module.parameters() if one.grad is not None and id(one) not in used]
+            if unused and self.look:
+                numbers = sum(one.numel() for one in unused)
+                self.seen["unused"].append({**place, "name": type(module).__name__, "parameters": numbers, "calls": 1})
+            if unused and UNUSED in self.keys:
+                self.applied[UNUSED] += 1
+                for one in unused:
+                    one.requires_grad_(False)
+                    one.grad = None
+        self._outermost, self._optimizers = [], []
 
     def facts(self):
         """Return what was seen, what was applied and what was refused, as JSON can hold it."""
@@ -163,6 +183,8 @@ class Changes:
         optim = self.torch.optim
         if self.look:
             self._wrap_init(optim.Optimizer, self._see_optimizer)
+        if self.look or UNUSED in self.keys:
+            self._wrap_init(optim.Optimizer, self._optimizers.append)
         wanted = [name for name in ("fused", "foreach") if f"{name}_optimizer" in self.keys]
         for kind in {one for one in vars(optim).values() if isinstance(one, type)} if wanted else ():
             takes = inspect.signature(kind.__init__).parameters
@@ -441,6 +463,8 @@ class Changes:
         if first is None:
             return False
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        if self.look or UNUSED in self.keys:
+            self._outermost.append((module, where(torch)))
         if self.look:
             kinds = {type(one) for one in module.modules()}
             self._see(
