@@ -68,15 +68,6 @@ def test_the_readers_stored_advice_is_what_it_says_now():
     assert not different, "benchmarks/peers/remake.py --reader brings results.json up to date"
 
 
-def test_of_a_predicted_range_the_middle_is_kept_where_the_step_is_not_known():
-    steps = {"step_us": 10.0, "step_us_after": 9.0, "unprofiled_step_us": None, "unprofiled_step_us_after": None}
-    assert remake._saves(steps | {"estimated_savings": [0.2, 0.4]}) == pytest.approx(0.3)
-    assert remake._saves(steps | {"estimated_savings": None}) == pytest.approx(0.1)
-    known = {"unprofiled_step_us": 8.0, "unprofiled_step_us_after": 2.0}
-    for savings in (None, [0.0, 0.9]):
-        assert remake._saves(steps | known | {"estimated_savings": savings}) == pytest.approx(0.75)
-
-
 def row(proposal, us, **more):
     return {"proposal": proposal, "served": 1, "runs": [{"median_us": us}], **more}
 

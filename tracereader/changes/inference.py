@@ -14,7 +14,7 @@ from tracereader.changes.roofline import moving_us
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import backward_of_left_gradients
+from tracereader.figures.phases import backward_nodes, backward_of_left_gradients
 from tracereader.figures.training import unused_nodes
 from tracereader.findings.decoding import head_of_all
 from tracereader.findings.device_words import CUDA_OR_HIP
@@ -86,10 +86,12 @@ def last_logits(case: Case) -> Proposal | None:
 
 def _without_left_gradients(case: Case) -> Proposal | None:
     """Propose to compute no gradients that stay from step to step, if they come last in backward."""
-    found, typical = case.in_each_step(lambda step: backward_of_left_gradients(case.trace, step))
-    if not typical or not all(found):
+    steps = [step for step in case.trace.steps if backward_nodes(step)]
+    # In a step after one that has used and cleared the gradients, these are new.
+    if not steps or not all(backward_of_left_gradients(case.trace, step) for step in steps):
         return None
-    ends = [(nodes[0].track, nodes[0].start, nodes[-1].end) for nodes in found]
+    found, typical = case.in_each_step(lambda step: backward_of_left_gradients(case.trace, step))
+    ends = [(nodes[0].track, nodes[0].start, nodes[-1].end) for nodes in found if nodes]
     gradients = sum(node.name == ACCUMULATES for node in typical)
     return Proposal(
         without_ops(without_cpu_time(case.graph, ends), [node for nodes in found for node in nodes]),
