@@ -240,6 +240,22 @@ def test_what_runs_together_first_is_improved_where_the_time_is_short(searched):
     assert session.saving(session.together).helps
 
 
+def test_guards_are_skipped_only_beside_compiled_code(searched, capsys):
+    seen = Seen(modules=(MODEL,), torch="2.15.0", threads=4)
+    session = searched(Simulated({"compile": 0.5, "skip_guards": 0.8}, seen), only=("compile", "skip_guards"))
+    assert session.together == ("compile", "skip_guards") and not session.of(("skip_guards",))
+    assert session.saving(session.together).share == pytest.approx(0.6, abs=0.03)
+    tried.show(session)
+    assert "guards skipped" in capsys.readouterr().out and not session.skipped
+    session = searched(Simulated({"compile": 1.3, "skip_guards": 0.8}, seen), only=("compile", "skip_guards"))
+    assert session.together == () and not any("skip_guards" in run.keys for run in session.runs)
+    own = Seen(modules=({**MODEL, "compiled": True},), torch="2.15.0", threads=4)
+    session = searched(Simulated({"skip_guards": 0.8}, own), only=("compile", "skip_guards"))
+    assert session.together == ("skip_guards",)
+    session = searched(Simulated({"skip_guards": 0.8}, seen), only=("skip_guards",))
+    assert [(one.key, one.why) for one in session.skipped] == [("skip_guards", search.NOTHING_TO_CHANGE)]
+
+
 def test_everything_is_tried_if_the_first_changes_do_not_help(searched, capsys):
     """No time is kept for combinations where there is nothing to combine."""
     program = Simulated({}, ON_CPU, seconds=14.0, fails={"bf16": "ended by SIGSEGV"})
@@ -736,6 +752,21 @@ def unused_looked_at():
     return unused(look=True)
 
 
+def without_guards():
+    from torch._dynamo.testing import CompileCounter
+
+    counted = CompileCounter()
+    torch.compile = lambda model: compile_(model, backend=counted)
+    made, model = changes.install(torch, ["compile", "skip_guards"]), nn.Linear(2, 2)
+    steps(made, model, torch.ones(1, 2), count=6)
+    refused = ""
+    try:
+        model(torch.ones(1, 2, dtype=torch.float64))
+    except RuntimeError as problem:
+        refused = type(problem).__name__
+    return counted.frame_count, made.applied, refused
+
+
 def by_hand():
     made, model = changes.install(torch, ["no_unused_gradients"]), nn.Linear(2, 2)
     for _ in range(4):
@@ -922,6 +953,7 @@ CHANGED = {
     "inference_mode": True,
     "unused": [[True, True, False], True, True, {"no_unused_gradients": 1}],
     "by_hand": [True, {"no_unused_gradients": 0}],
+    "without_guards": [1, {"compile": 1, "skip_guards": 1}, "RuntimeError"],
     "graphs": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1}, "torch.float32"],
     "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
     "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],

@@ -406,7 +406,7 @@ def _flops_of_one(name: str) -> int:
         same_heavy,
     ),
     on_cpu=True,
-    keys=("compile",),
+    keys=("skip_guards",),
 )
 def skip_guards(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.startswith(LOOKUP)):

@@ -99,7 +99,8 @@ class Candidate(msgspec.Struct, frozen=True):
     environment: variables that make the change; nothing is patched then. compiles: whether a run with it compiles.
     other_numbers: why equal seeds may give other random numbers with it; empty if they may not. usual: whether it
     hardly ever costs anything, so that it is tried beside others though it saves little alone. often: whether it mostly
-    saves where it applies, and keeps the results.
+    saves where it applies, and keeps the results. beside: the group of the changes beside which alone it does anything,
+    unless the program makes one of them itself.
     """
 
     key: str
@@ -112,6 +113,7 @@ class Candidate(msgspec.Struct, frozen=True):
     other_numbers: str = ""
     usual: bool = False
     often: bool = False
+    beside: str = ""
 
     @property
     def is_safe(self) -> bool:
@@ -349,6 +351,16 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             group="optimizer",
         ),
         _compiled("compile", "torch.compile"),
+        Candidate(
+            "skip_guards",
+            "guards skipped",
+            lambda seen: seen.torch_version >= (2, 6),
+            lambda seen: (
+                "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after the first steps, if all later inputs are "
+                "like theirs"
+            ),
+            beside="compile",
+        ),
         Candidate(
             "cudnn_benchmark",
             "cudnn.benchmark",

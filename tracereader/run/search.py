@@ -103,6 +103,11 @@ class Session:
     def by_key(self) -> dict[str, Candidate]:
         return {one.key: one for one in self.candidates}
 
+    @property
+    def alone(self) -> list[Candidate]:
+        """Return the changes that do anything by themselves."""
+        return [one for one in self.candidates if not one.beside or self.seen.is_compiled]
+
     def of(self, keys: tuple[str, ...]) -> list[Run]:
         """Return the runs with exactly these changes."""
         return [one for one in self.runs if one.keys == keys]
@@ -268,7 +273,10 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     session.seen = first.seen
     known = all_candidates(first.seen.world_size)
     chosen = [one for one in known if (not only or one.key in only) and one.key not in without]
-    session.candidates = in_order([one for one in chosen if one.applies(first.seen)], session.predicted)
+    apply = [one for one in chosen if one.applies(first.seen)]
+    groups = {one.group for one in apply}
+    apply = [one for one in apply if not one.beside or first.seen.is_compiled or one.beside in groups]
+    session.candidates = in_order(apply, session.predicted)
     session.skipped += [Failed(one.key, NOTHING_TO_CHANGE) for one in chosen if one.key in only]
     session.skipped = [one for one in session.skipped if one.key not in session.by_key]
     session.is_short = COMPILE_SHARE * session.left_s < COMPILE_S[session.seen.on_gpu]
@@ -316,14 +324,14 @@ def predictions(trace: Path) -> dict[str, float]:
 
 
 def _announcement(session: Session, first: Run) -> str:
-    titles = ", ".join(one.title for one in session.candidates)
+    titles = ", ".join(one.title for one in session.alone)
     if not titles:
         return "none of the changes applies to this program"
-    number = 2 * len(session.candidates) + 3
+    number = 2 * len(session.alone) + 3
     most = int(session.left_s / max(first.seconds, 1))
     return (
         f"a run takes about {first.seconds:.0f} s. About {min(number, most)} runs follow: as it is, and in turn with "
-        f"each of {len(session.candidates)} changes ({titles}). Then those that help run together."
+        f"each of {len(session.alone)} changes ({titles}). Then those that help run together."
     )
 
 
@@ -394,7 +402,7 @@ def _each_alone(session: Session) -> None:
     """Run with each change by itself. The program as it is runs before each, or before some of them."""
     every = _changes_between(session)
     since = 0
-    for candidate in session.candidates:
+    for candidate in session.alone:
         keys = (candidate.key,)
         late = _spent(session) + session.expected_s(keys) / (session.deadline - session.began) > SINGLES + 0.1
         then = (tuple({*keys, *_helping(session)}), AS_IT_IS)  # those that help must still run together
@@ -414,8 +422,8 @@ def _each_alone(session: Session) -> None:
 
 def _changes_between(session: Session) -> int:
     """Return how many changes are measured between two runs of the program as it is."""
-    changed = sum(session.expected_s((one.key,)) for one in session.candidates)
-    usual = session.expected_s() * len(session.candidates)
+    changed = sum(session.expected_s((one.key,)) for one in session.alone)
+    usual = session.expected_s() * len(session.alone)
     room = SINGLES * (session.deadline - time.monotonic())
     return next((every for every in range(1, MOST_BETWEEN) if changed + usual / every <= room), MOST_BETWEEN)
 
@@ -427,7 +435,7 @@ def _measure_again(session: Session, until: float) -> None:
     """
     while _spent(session) < until:
         unclear = []
-        sets = [(one.key,) for one in session.candidates]
+        sets = [(one.key,) for one in session.alone]
         if len(session.together) > 1:
             sets.insert(0, tuple(sorted(session.together)))
         together = session.saving(session.together) if session.together else None
@@ -554,7 +562,8 @@ def _each_added(session: Session, chosen: Sequence[str]) -> list[str]:
     for candidate in sorted(session.candidates, key=order):
         groups = {session.by_key[key].group for key in chosen} - {""}
         found = alone[candidate.key]
-        if candidate.key in chosen or candidate.group in groups or (found is not None and found.harms):
+        is_idle = candidate not in session.alone and candidate.beside not in groups
+        if candidate.key in chosen or candidate.group in groups or is_idle or (found is not None and found.harms):
             continue
         wanted, now = tuple(sorted([*chosen, candidate.key])), tuple(sorted(chosen))
         comparable = session.difference(now).kind != "not comparable" if session.of(now) else True

@@ -17,6 +17,7 @@ import sysconfig
 SEED = 0
 FROZEN_AFTER = 3  # steps, after which nearly everything that stays is there
 UNUSED = "no_unused_gradients"
+GUARDED_UNTIL = 5  # steps, after which what torch.compile compiles is compiled
 NUDGED = "nudged"  # the key of a run that shows how far rounding changes the losses
 TF32_ROUNDING = 2**-11
 FOUND_BY = 2  # steps, in which the outermost modules have been called
@@ -62,6 +63,8 @@ class Changes:
             self.applied["gc_freeze"] += 1
         if self.steps == FROZEN_AFTER and (self.look or UNUSED in self.keys):
             self._find_unused_gradients()
+        if self.steps == GUARDED_UNTIL and "skip_guards" in self.keys:
+            self._skip_guards()
 
     def _find_unused_gradients(self):
         """Find the parameters that get gradients and that no optimizer has; stop their gradients if that is wanted."""
@@ -78,6 +81,14 @@ class Changes:
                     one.requires_grad_(False)
                     one.grad = None
         self._outermost, self._optimizers = [], []
+
+    def _skip_guards(self):
+        """Let compiled code run without checks whether it fits its inputs. torch raises an error if it must compile."""
+        try:
+            self.torch.compiler.set_stance(skip_guard_eval_unsafe=True)
+            self.applied["skip_guards"] += 1
+        except (AttributeError, TypeError):
+            self.refused["skip_guards"] = "this torch cannot skip them"
 
     def facts(self):
         """Return what was seen, what was applied and what was refused, as JSON can hold it."""
