@@ -246,7 +246,7 @@ def test_guards_are_skipped_only_beside_compiled_code(searched, capsys):
     assert session.together == ("compile", "skip_guards") and not session.of(("skip_guards",))
     assert session.saving(session.together).share == pytest.approx(0.6, abs=0.03)
     tried.show(session)
-    assert "guards skipped" in capsys.readouterr().out and not session.skipped
+    assert "skipped guards" in capsys.readouterr().out and not session.skipped
     session = searched(Simulated({"compile": 1.3, "skip_guards": 0.8}, seen), only=("compile", "skip_guards"))
     assert session.together == () and not any("skip_guards" in run.keys for run in session.runs)
     own = Seen(modules=({**MODEL, "compiled": True},), torch="2.15.0", threads=4)
@@ -732,7 +732,7 @@ def inference_mode():
 
 
 def unused(look=False):
-    made = changes.install(torch, [] if look else ["no_unused_gradients"], look)
+    made = changes.install(torch, [] if look else ["frozen_parameters"], look)
     first, student, teacher = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     late = torch.optim.SGD(first.parameters(), 0.1)  # makes no step in these
     optimizer, weight = torch.optim.SGD(student.parameters(), 0.1), teacher.weight.tolist()
@@ -768,7 +768,7 @@ def without_guards():
 
 
 def by_hand():
-    made, model = changes.install(torch, ["no_unused_gradients"]), nn.Linear(2, 2)
+    made, model = changes.install(torch, ["frozen_parameters"]), nn.Linear(2, 2)
     for _ in range(4):
         model(torch.ones(2)).sum().backward()
         made.step_ended()
@@ -951,8 +951,8 @@ CHANGED = {
     "bf16": ["torch.float32", "torch.bfloat16", 3, True],
     "channels_last": [[True, True, True], True],
     "inference_mode": True,
-    "unused": [[True, True, False], True, True, {"no_unused_gradients": 1}],
-    "by_hand": [True, {"no_unused_gradients": 0}],
+    "unused": [[True, True, False], True, True, {"frozen_parameters": 1}],
+    "by_hand": [True, {"frozen_parameters": 0}],
     "without_guards": [1, {"compile": 1, "skip_guards": 1}, "RuntimeError"],
     "graphs": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1}, "torch.float32"],
     "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],

@@ -107,7 +107,7 @@ def _without_left_gradients(case: Case) -> Proposal | None:
     "no backward follows outside the trace, and no later step uses the gradients that each step adds to",
     followed=halved(lambda side: side.summary.training.unused_nodes, same_heavy, by_calls),
     on_cpu=_without_left_gradients,
-    keys=("inference_mode", "no_unused_gradients"),
+    keys=("inference_mode", "frozen_parameters"),
 )
 def no_autograd(case: Case) -> Proposal | None:
     """Propose to run a model without autograd, if it records many ops and no backward follows, or one for nothing."""

@@ -316,8 +316,8 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             often=True,
         ),
         Candidate(
-            "no_unused_gradients",
-            "no unused gradients",
+            "frozen_parameters",
+            "frozen parameters",
             lambda seen: bool(seen.unused) and not seen.ddp,
             lambda seen: (
                 f"requires_grad_(False) for what no optimizer updates in the {_classes(seen.unused)} that is called at "
@@ -353,7 +353,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
         _compiled("compile", "torch.compile"),
         Candidate(
             "skip_guards",
-            "guards skipped",
+            "skipped guards",
             lambda seen: seen.torch_version >= (2, 6),
             lambda seen: (
                 "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after the first steps, if all later inputs are "

@@ -15,8 +15,8 @@ import sys
 import sysconfig
 
 SEED = 0
-FROZEN_AFTER = 3  # steps, after which nearly everything that stays is there
-UNUSED = "no_unused_gradients"
+SETTLED_AFTER = 3  # steps, after which nearly everything that stays is there
+FROZEN = "frozen_parameters"
 GUARDED_UNTIL = 5  # steps, after which what torch.compile compiles is compiled
 NUDGED = "nudged"  # the key of a run that shows how far rounding changes the losses
 TF32_ROUNDING = 2**-11
@@ -57,11 +57,11 @@ class Changes:
         self.steps += 1
         if self.steps >= FOUND_BY and self._ends:
             self._ends = [end for end in self._ends if not end()]
-        if self.steps == FROZEN_AFTER and "gc_freeze" in self.keys:
+        if self.steps == SETTLED_AFTER and "gc_freeze" in self.keys:
             gc.collect()
             gc.freeze()
             self.applied["gc_freeze"] += 1
-        if self.steps == FROZEN_AFTER and (self.look or UNUSED in self.keys):
+        if self.steps == SETTLED_AFTER and (self.look or FROZEN in self.keys):
             self._find_unused_gradients()
         if self.steps == GUARDED_UNTIL and "skip_guards" in self.keys:
             self._skip_guards()
@@ -75,8 +75,8 @@ class Changes:
             if unused and self.look:
                 numbers = sum(one.numel() for one in unused)
                 self.seen["unused"].append({**place, "name": type(module).__name__, "parameters": numbers, "calls": 1})
-            if unused and UNUSED in self.keys:
-                self.applied[UNUSED] += 1
+            if unused and FROZEN in self.keys:
+                self.applied[FROZEN] += 1
                 for one in unused:
                     one.requires_grad_(False)
                     one.grad = None
@@ -194,7 +194,7 @@ class Changes:
         optim = self.torch.optim
         if self.look:
             self._wrap_init(optim.Optimizer, self._see_optimizer)
-        if self.look or UNUSED in self.keys:
+        if self.look or FROZEN in self.keys:
             self._wrap_init(optim.Optimizer, self._optimizers.append)
         wanted = [name for name in ("fused", "foreach") if f"{name}_optimizer" in self.keys]
         for kind in {one for one in vars(optim).values() if isinstance(one, type)} if wanted else ():
@@ -474,7 +474,7 @@ class Changes:
         if first is None:
             return False
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        if self.look or UNUSED in self.keys:
+        if self.look or FROZEN in self.keys:
             self._outermost.append((module, where(torch)))
         if self.look:
             kinds = {type(one) for one in module.modules()}
