@@ -752,6 +752,19 @@ def unused_looked_at():
     return unused(look=True)
 
 
+def anomaly(look=False):
+    made = changes.install(torch, [] if look else ["no_anomaly_detection"], look)
+    with torch.autograd.detect_anomaly():
+        first = torch.is_anomaly_enabled()
+    torch.autograd.set_detect_anomaly(True)
+    found = [first, torch.is_anomaly_enabled(), made.applied]
+    return *found, [one["line"].rpartition("/")[2] for one in made.facts()["seen"]["anomaly"]]
+
+
+def anomaly_looked_at():
+    return anomaly(look=True)
+
+
 def without_guards():
     from torch._dynamo.testing import CompileCounter
 
@@ -954,6 +967,7 @@ CHANGED = {
     "unused": [[True, True, False], True, True, {"frozen_parameters": 1}],
     "by_hand": [True, {"frozen_parameters": 0}],
     "without_guards": [1, {"compile": 1, "skip_guards": 1}, "RuntimeError"],
+    "anomaly": [False, False, {"no_anomaly_detection": 1}, []],
     "graphs": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1}, "torch.float32"],
     "compiled_bf16": [1, {}, [None], {"compile": 1, "bf16": 1}, "torch.float32"],
     "compiled_before": [1, {}, ["reduce-overhead"], {"compile_reduce_overhead": 1, "bf16": 1}, "torch.float32"],
@@ -972,9 +986,16 @@ def forked(tmp_path_factory):
     script = tmp_path_factory.mktemp("forks") / "forks.py"
     script.write_text(FORKS)
     inside = ROOT / "tracereader" / "run" / "inside" / "changes.py"
-    names = [*CHANGED, "looked_at", "unused_looked_at"]
+    names = [*CHANGED, "looked_at", "unused_looked_at", "anomaly_looked_at"]
     ran = subprocess.run([sys.executable, script, inside, *names], capture_output=True, text=True, check=True)
     return {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in ran.stdout.splitlines()}
+
+
+def test_a_run_that_looks_names_where_anomaly_detection_is_set(forked):
+    first, second, applied, lines = forked["anomaly_looked_at"]
+    text = [FORKS.splitlines()[int(one.partition(":")[2]) - 1].strip() for one in lines]
+    assert first and second and not applied
+    assert text == ["with torch.autograd.detect_anomaly():", "torch.autograd.set_detect_anomaly(True)"]
 
 
 def test_a_run_that_looks_names_what_no_optimizer_updates(forked):

@@ -101,6 +101,7 @@ def remove_sync(case: Case) -> Proposal | None:
     "forward takes as long as with its tracebacks",
     followed=halved(lambda side: side.summary.debugging.checked_gradients, same_heavy, by_calls),
     on_cpu=True,
+    keys=("no_anomaly_detection",),
 )
 def anomaly_detection(case: Case) -> Proposal | None:
     checked = case.summary.debugging.checked_gradients

@@ -33,6 +33,7 @@ class Seen(msgspec.Struct, frozen=True):
     zero_grad: tuple[Place, ...] = ()
     compiled: tuple[Place, ...] = ()
     unused: tuple[Place, ...] = ()
+    anomaly: tuple[Place, ...] = ()
     torch: str = ""
     device: str = "cpu"
     gpu: str = ""
@@ -313,6 +314,13 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             "no checkpointing",
             lambda seen: bool(seen.checkpoints),
             _without_checkpoints,
+            often=True,
+        ),
+        Candidate(
+            "no_anomaly_detection",
+            "no anomaly detection",
+            lambda seen: bool(seen.anomaly),
+            lambda seen: f"leave out the anomaly detection that is set at {at(seen.anomaly)}",
             often=True,
         ),
         Candidate(

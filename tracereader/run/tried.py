@@ -52,7 +52,8 @@ def _name(session: Session, keys: tuple[str, ...]) -> str:
         return f"the {_count(len(keys))} that help, together" if known else f"{_count(len(keys))} together"
     missing = [session.by_key[key].title for key in session.together if key not in keys]
     if len(missing) == 1 and set(keys) < set(session.together):
-        return f"  without {missing[0]}"
+        title = missing[0]
+        return f"  with {title.removeprefix('no ')}" if title.startswith("no ") else f"  without {title}"
     added = [key for key in keys if key not in session.together]
     if len(added) == 1 and set(session.together) < set(keys):
         return f"  and {session.by_key[added[0]].title}"

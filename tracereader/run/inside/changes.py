@@ -42,7 +42,7 @@ class Changes:
         self.applied = dict.fromkeys(keys, 0)
         self.refused = {}
         self.seen = {"modules": [], "optimizers": [], "loaders": [], "ddp": [], "checkpoints": [], "copies": []}
-        self.seen.update(attention=[], zero_grad=[], compiled=[], unused=[])
+        self.seen.update(attention=[], zero_grad=[], compiled=[], unused=[], anomaly=[])
         self.outputs, self._losses = [], []
         self.stock = 0  # the batches that the workers of the loaders prepare ahead
         self.steps = 0
@@ -143,6 +143,8 @@ class Changes:
             self._patch_copies()
         if self.look or "set_to_none" in self.keys:
             self._patch_zero_grad()
+        if self.look or "no_anomaly_detection" in self.keys:
+            self._patch_anomaly_detection()
         if self.look or any(key.startswith("ddp_") for key in self.keys):
             self._patch_ddp()
         if self.look:
@@ -339,6 +341,20 @@ class Changes:
                 return original(one, set_to_none)
 
             kind.zero_grad = zero_grad
+
+    def _patch_anomaly_detection(self):
+        original = self.torch.set_anomaly_enabled  # which the context managers and set_detect_anomaly() call
+
+        @functools.wraps(original)
+        def set_enabled(enabled, *args, **kwargs):
+            if enabled and "no_anomaly_detection" in self.keys:
+                self.applied["no_anomaly_detection"] = 1
+                enabled = False
+            elif enabled:
+                self._see("anomaly")
+            return original(enabled, *args, **kwargs)
+
+        self.torch.set_anomaly_enabled = set_enabled
 
     def _patch_ddp(self):
         kind = self.torch.nn.parallel.DistributedDataParallel
