@@ -358,10 +358,7 @@ def _calls(step: Step) -> frozenset[tuple]:
 
 def _busy_by_device(work: Iterable[Work]) -> dict[object, Intervals]:
     """Return when each GPU was busy. work: sorted by start, so that one pass gives the union."""
-    by_device: dict[object, Intervals] = defaultdict(list)
-    for one in work:
-        start = one.start
-        by_device[one.device].append((start, start + one.dur))
+    by_device = grouped((one.device, (one.start, one.start + one.dur)) for one in work)
     return {device: joined(some) for device, some in by_device.items()}
 
 

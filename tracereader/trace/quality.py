@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, length_between, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
@@ -280,9 +280,7 @@ def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
     """Yield what the program does only once: a step's time of a kind, if no other step has about as much of it."""
     starts = [step.start for step in steps]
     places = [bisect.bisect_right(starts, one.start) for one in found]
-    sums = Counter()
-    for place, one in zip(places, found, strict=True):
-        sums[place, one.what] += one.end - one.start
+    sums = totals(((place, one.what), one.end - one.start) for place, one in zip(places, found, strict=True))
     by_kind = grouped((what, ns) for (_, what), ns in sums.items())
     alike = {what: sorted(some) for what, some in by_kind.items()}
     for place, one in zip(places, found, strict=True):
