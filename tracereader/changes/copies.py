@@ -1,6 +1,6 @@
 """Changes of copies and memory: copies ahead, many copies in one, activations that are not recomputed."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tracereader.changes import prices
@@ -24,6 +24,7 @@ from tracereader.replay.changes import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import COPIES_INPUTS
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
@@ -73,11 +74,8 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 
     A span has the checkpoint's own calls: from the parent's start, until its next op begins or it ends.
     """
-    by_parent = defaultdict(list)
-    for op in ops:
-        by_parent[id(op.parent)].append(op)
     found = []
-    for some in by_parent.values():
+    for some in grouped((id(op.parent), op) for op in ops).values():
         parent, last = some[0].parent, max(op.end for op in some)
         end = min((op.start for op in parent.children if op.start >= last), default=parent.end)
         found.append((some[0].track, parent.start, end))

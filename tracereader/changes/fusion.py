@@ -26,6 +26,7 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import fused, with_cpu_time, with_durations, with_smaller_graphs, without_cpu_time
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import minus, union
 from tracereader.trace.labels import (
     ACCUMULATES,
@@ -121,10 +122,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
     after = sum(us for _, us in chains)
     # An op that launches a fused kernel does not set memory for it, either.
-    memsets = defaultdict(list)
-    for work, _, op in case.activities:
-        if work.kind == "memset" and op is not None:
-            memsets[id(op)].append(work)
+    memsets = grouped((id(op), work) for work, _, op in case.activities if work.kind == "memset" and op is not None)
     in_typical = [
         ([work for work, _, _ in chain] + [one for op in {id(op) for _, _, op in chain} for one in memsets[op]], us)
         for chain, us in chains
@@ -325,10 +323,8 @@ def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
 def _of_equal_size(runs: Iterable[list[Entry]]) -> Iterator[tuple[object, list[Entry]]]:
     """Yield the kernels of each run that work on equally many elements, with that number."""
     for run in runs:
-        alike = defaultdict(list)
-        for entry in run if len(run) > 1 else ():
-            alike[_elements(entry)].append(entry)
-        yield from alike.items()
+        if len(run) > 1:
+            yield from grouped((_elements(entry), entry) for entry in run).items()
 
 
 def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:

@@ -1,6 +1,5 @@
 """Changes of the optimizer and of the code beside it: how many calls update the parameters."""
 
-from collections import Counter
 from operator import attrgetter
 
 from tracereader.changes import prices
@@ -12,6 +11,7 @@ from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import fused, spans_of, with_cpu_time, without_cpu_time, without_ops
 from tracereader.trace import Op, Step
+from tracereader.trace.grouped import totals
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
 from tracereader.trace.op_names import FILLS
 from tracereader.two_runs.same_work import by_calls, halved, same_heavy, us_of
@@ -80,9 +80,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
             work = sorted(label.work_below(), key=lambda one: one.start)
             if not work:
                 continue
-            by_op = Counter()
-            for one in work:
-                by_op[one.name] += one.us
+            by_op = totals((one.name, one.us) for one in work)
             # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
             updates.append((label, took[fuses[label.name]]))

@@ -53,6 +53,7 @@ from msgspec.structs import replace
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals
 from tracereader.trace.waits import OF_THE_DEVICE, is_wait, may_wait
 
@@ -297,9 +298,8 @@ class Builder:
 
     def _add_threads(self, steps: Sequence[Step]) -> list[tuple[int, int]]:
         """Add a node for each point of a thread, and return the nodes of the starts and ends of the steps."""
-        roots = defaultdict(list)
-        for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
-            roots[root.track].append(root)
+        every = chain(*(step.roots for step in self.trace.steps), self.trace.outside)
+        roots = grouped((root.track, root) for root in every)
         marks = [on_its_thread(step) for step in steps]
         # First, because it needs as much memory as the points.
         handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
@@ -542,16 +542,12 @@ class _Recorded:
     def __init__(self, trace: Trace):
         self.of_call = {id(one.call): one for one in trace.syncs if one.kind != STREAM_WAITS}
         waits = [one for one in trace.syncs if one.kind == STREAM_WAITS]
-        self.waits: dict[tuple, list[Sync]] = defaultdict(list)  # by the stream that waits
-        for one in waits:
-            self.waits[one.device, one.stream].append(one)
+        self.waits = grouped(((one.device, one.stream), one) for one in waits)  # by the stream that waits
         # torch 2.11 on CUDA 13 does not record which event a stream waited for.
         self.has_waits = bool(waits) and all(one.record is not None for one in waits)
         self.called = {stream: [one.call.start for one in some] for stream, some in self.waits.items()}
-        self.launched: dict[tuple, list[Work]] = defaultdict(list)  # by stream, what has a launch, in its order
-        for one in trace.work if trace.syncs else ():
-            if one.launch is not None:
-                self.launched[one.device, one.track[1]].append(one)
+        launched = [one for one in trace.work if one.launch is not None] if trace.syncs else []
+        self.launched = grouped(((one.device, one.track[1]), one) for one in launched)  # by stream, in its order
         for some in self.launched.values():
             some.sort(key=lambda one: one.launch.start)
 
