@@ -9,6 +9,7 @@ import msgspec
 from tracereader.figures.compiled import graphs_in
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
+from tracereader.trace.grouped import totals
 from tracereader.trace.kernel_names import KernelName, decode, short
 from tracereader.trace.labels import COMPILE_ROWS
 
@@ -31,10 +32,7 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def times(self) -> Counter:
         """Return the GPU time by name of kernel, copy or memset."""
-        times = Counter()
-        for one in self.summary.gpu_work:
-            times[one.name] += one.us
-        return times
+        return totals((one.name, one.us) for one in self.summary.gpu_work)
 
     @cached_property
     def work_of(self) -> dict[str, Counter]:
@@ -53,10 +51,10 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def ops(self) -> Counter:
         """Return the ops by name. The names of torch.compile's rows have no hash and no number."""
-        counts = Counter()
-        for name, op in self.summary.cpu.ops.items():
-            counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
-        return counts
+        return totals(
+            (next((row for row in COMPILE_ROWS if name.startswith(row)), name), op.calls)
+            for name, op in self.summary.cpu.ops.items()
+        )
 
     @cached_property
     def graphs(self) -> list[str]:
