@@ -298,8 +298,7 @@ class Builder:
 
     def _add_threads(self, steps: Sequence[Step]) -> list[tuple[int, int]]:
         """Add a node for each point of a thread, and return the nodes of the starts and ends of the steps."""
-        every = chain(*(step.roots for step in self.trace.steps), self.trace.outside)
-        roots = grouped((root.track, root) for root in every)
+        roots = grouped((root.track, root) for root in self.trace.roots)
         marks = [on_its_thread(step) for step in steps]
         # First, because it needs as much memory as the points.
         handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
