@@ -1,6 +1,6 @@
 """One run's step, as input of a comparison."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import msgspec
 from tracereader.figures.compiled import graphs_in
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
-from tracereader.trace.grouped import totals
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.kernel_names import KernelName, decode, short
 from tracereader.trace.labels import COMPILE_ROWS
 
@@ -37,11 +37,8 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def work_of(self) -> dict[str, Counter]:
         """Return the names of the GPU work that each op launched, by op; work without an op is left out."""
-        found = defaultdict(Counter)
-        for one in self.summary.gpu_work:
-            if "::" in one.asked_by:
-                found[one.asked_by][one.name] += 1
-        return dict(found)
+        names = grouped((one.asked_by, one.name) for one in self.summary.gpu_work if "::" in one.asked_by)
+        return {op: Counter(some) for op, some in names.items()}
 
     @property
     def peak_bytes(self) -> int | None:
