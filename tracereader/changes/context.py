@@ -206,7 +206,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return for each op inside an uncompiled flex_attention, by id(Op), that call: see uncompiled_flex()."""
         found: dict[int, Op] = {}
         if self.has(is_of_flex):
-            for step in {id(step): step for step in (self.step, *self.steps)}.values():
+            for step in {self.step, *self.steps}:
                 found |= uncompiled_flex(step)
         return found
 
@@ -224,8 +224,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return the ids of the ops and calls that offload activations in the typical step and the replayed ones."""
         if not self.named(lambda name: "DtoH" in name):
             return set()
-        steps = {id(step): step for step in (self.step, *self.steps)}.values()
-        return ids_inside(op for step in steps for op in offloading(step))
+        return ids_inside(op for step in {self.step, *self.steps} for op in offloading(step))
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""

@@ -109,7 +109,9 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
     eager = {id(work) for work, one, op in fusable if not (one.is_compiled or _is_in_compiled_code(case, op))}
-    alike = list(_of_equal_size(_runs(case, eager)))
+    # The kernels of each run that work on equally many elements, with that number.
+    by_size = (grouped((_elements(entry), entry) for entry in run) for run in _runs(case, eager))
+    alike = [same for some in by_size for same in some.items()]
     # Each chain with the time (µs) of the kernel that replaces it.
     chains = [
         (part, _fused_us(part, elements, case.peaks))
@@ -318,13 +320,6 @@ def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
             runs.append(run)
         run.append(entry)
     return runs
-
-
-def _of_equal_size(runs: Iterable[list[Entry]]) -> Iterator[tuple[object, list[Entry]]]:
-    """Yield the kernels of each run that work on equally many elements, with that number."""
-    for run in runs:
-        if len(run) > 1:
-            yield from grouped((_elements(entry), entry) for entry in run).items()
 
 
 def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:

@@ -69,8 +69,7 @@ def keep_parameters(case: Case) -> Proposal | None:
 
 def _gathered_again(step: Step) -> list[Op]:
     """Return FSDP's annotations of gathering a block's parameters for the backward pass."""
-    gathers = labels(step, GATHERS)
-    return [op for op in gathers if _is_for_backward(op)]
+    return [op for op in labels(step, GATHERS) if _is_for_backward(op)]
 
 
 @change(
