@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
+from tracereader.figures.steps import lies_in
 from tracereader.replay.graph import NOBODY, Graph
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.grouped import grouped
@@ -234,14 +235,9 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
         while op is not None and id(op) not in waiting:
             waiting[id(op)] = op
             op = op.parent
-    lies_inside = dict.fromkeys(stays, True)  # by id(Op), whether it stays or lies in an op that does
-    for op in waiting.values():
-        path = []
-        while op is not None and id(op) not in lies_inside:
-            path.append(id(op))
-            op = op.parent
-        lies_inside |= dict.fromkeys(path, op is not None and lies_inside[id(op)])
-    inside = {key for key, lies in lies_inside.items() if lies}
+    known: dict[int, bool] = {}
+    lying = (key for key, op in waiting.items() if lies_in(op, lambda above: id(above) in stays, known))
+    inside = {*stays, *lying}  # by id(Op), what stays or lies in an op that does
     launching: Run = []
     # By id(Op), the outermost op around it and what that launches; None if there is no such op.
     tops: dict[int, tuple[Op, list[Work]] | None] = dict.fromkeys(waiting)
