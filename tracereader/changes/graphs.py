@@ -529,15 +529,12 @@ def long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Ru
     Each run of launches between two waits is a graph. The ops of a run with few launches stay. around: the ids of ops;
     the ops of a run without any of them stay, too.
     """
-    found, captured, graphs = [], 0, 0
-    for step in case.steps:
-        for run in launches_between_waits(case.graph, step):
-            if not _is_long(run) or not (around is None or any(id(op) in around for op, _ in run)):
-                continue
-            found.append(run)
-            if step is case.replayed:
-                captured, graphs = captured + sum(len(work) for _, work in run), graphs + 1
-    return found, captured, graphs
+
+    def is_wanted(run: Run) -> bool:
+        return _is_long(run) and (around is None or any(id(op) in around for op, _ in run))
+
+    runs = {key: list(filter(is_wanted, some)) for key, some in _runs(case).items()}
+    return list(chain(*runs.values())), len(_captured(runs, case.replayed)), len(runs[id(case.replayed)])
 
 
 def _between(case: Case, copies: bool) -> str:
