@@ -294,7 +294,8 @@ def _first_compilations(phases: Sequence[Op], steps: Sequence[Step]) -> list[Op]
     """Return torch.compile's phases in a step that compiles frames for the first time, and none of them again."""
     cold = []
     for step in steps:
-        ids = [found for name, _ in step.by_name() if (found := COMPILE_ID.search(name) or REGION_ID.search(name))]
+        names = {op.name for op in step.walk()}
+        ids = [found for name in names if (found := COMPILE_ID.search(name) or REGION_ID.search(name))]
         again = any(not one[1].endswith("/0") for one in ids)
         if not again and (ids or step is steps[0]):
             cold.append((step.start, step.end))

@@ -323,11 +323,6 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
         places = sorted(chain.from_iterable(some for name, some in self._by_name.items() if wanted(name)))
         return [self._ops[place] for place in places]
 
-    def by_name(self) -> Iterator[tuple[str, list[Op]]]:
-        """Yield each name with the ops and calls of that name, parents first."""
-        for name, places in self._by_name.items():
-            yield name, list(map(self._ops.__getitem__, places))
-
     @property
     def size(self) -> int:
         """Return the number of all ops and calls."""
