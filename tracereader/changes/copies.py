@@ -172,14 +172,11 @@ def _amount(copies: Sequence[GpuWork]) -> str:
 
 def _waiting_with(copies: Iterable[Op]) -> list[Op]:
     """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
-    found: dict[int, Op] = {}
-    first: dict[int, Op] = {}  # by the id of the op around them, the first of its copies
-    for call in sorted(copies, key=lambda call: call.start):
-        found[id(call)] = call
-        first.setdefault(id(call.parent), call)
-    for call in first.values():
-        if (op := call.parent) is not None and op.kind == "op":
-            found |= {id(one): one for one in op.children if one.start > call.start and is_wait(one)}
+    calls = sorted(copies, key=lambda call: call.start)
+    found = {id(call): call for call in calls}
+    for first, *_ in grouped((id(call.parent), call) for call in calls).values():
+        if (op := first.parent) is not None and op.kind == "op":
+            found |= {id(one): one for one in op.children if one.start > first.start and is_wait(one)}
     return list(found.values())
 
 
