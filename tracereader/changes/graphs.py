@@ -429,7 +429,7 @@ def update_graph(case: Case) -> Proposal | None:
         return None
     if not _computes_alone(case):
         return None
-    found, launches, us = [], 0, 0.0
+    found: dict[int, list[Run]] = {id(step): [] for step in case.steps}
     for step in case.steps:
         if not _launch_many(beside_backward(step)):
             continue
@@ -439,15 +439,13 @@ def update_graph(case: Case) -> Proposal | None:
         if any(op.start >= since and not in_backward(op) for op in sizes):
             return None
         for run in launches_between_waits(case.graph, step, labels(step, (OPTIMIZERS, LOADER))):
-            for part in filter(_is_long, _without_pauses(run, own)):
-                found.append(part)
-                if step is case.replayed:
-                    launches += sum(len(work) for _, work in part)
-                    us += (part[-1][0].end - part[0][0].start) / 1e3
+            found[id(step)] += filter(_is_long, _without_pauses(run, own))
+    launches = len(_captured(found, case.replayed))
     if not launches:
         return None
+    us = sum(part[-1][0].end - part[0][0].start for part in found[id(case.replayed)]) / 1e3
     return Proposal(
-        as_cuda_graph(case.graph, found),
+        as_cuda_graph(case.graph, chain(*found.values())),
         f"{launches:,} identical launches per step after backward, outside optimizers' steps, in {duration(us)} of CPU "
         "time",
         "torch.cuda.graph around them, with numbers that change in tensors and, if they read gradients, "
