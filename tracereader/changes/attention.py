@@ -1,7 +1,7 @@
 """Changes of attention: a fused kernel, shared keys, masks, plans."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from statistics import median
 
@@ -31,6 +31,7 @@ from tracereader.replay.changes import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import FLEX_ATTENTION
 from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD
 from tracereader.two_runs.faster import graphs_launched
@@ -157,10 +158,8 @@ def fused_attention(case: Case) -> Proposal | None:
 
 def _sizes_of_scores(case: Case) -> str:
     """Return the queries and keys of the scores that take most time; "" without shapes."""
-    us = Counter()
-    for one in case.summary.attention.unfused:
-        if one.scores:
-            us[one.scores.queries, one.scores.keys] += one.us + one.products_us
+    known = [one for one in case.summary.attention.unfused if one.scores]
+    us = totals(((one.scores.queries, one.scores.keys), one.us + one.products_us) for one in known)
     if not us:
         return ""
     (queries, keys), most = us.most_common(1)[0]
@@ -210,10 +209,7 @@ def compile_flex(case: Case) -> Proposal | None:
 
     Else it computes all scores, also the masked ones. How many are masked is not recorded, so none are assumed to be.
     """
-    runs = defaultdict(list)
-    for entry in case.activities:
-        if (call := flex_call(case, entry[0])) is not None:
-            runs[call].append(entry)
+    runs = grouped((call, entry) for entry in case.activities if (call := flex_call(case, entry[0])) is not None)
     groups, before, backward = [], 0.0, 0
     for call, run in runs.items():
         two_bytes = _type_of_flex(call) in TWO_BYTES

@@ -1,6 +1,5 @@
 """The input of a proposal: the trace, its measurements, its graph, and what proposals ask of them."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TypeVar
@@ -27,6 +26,7 @@ from tracereader.findings.recording import (
 from tracereader.replay import Graph
 from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import INDUCTORS_CALL
 
 # The ends of the estimate without the profiler are replayed to within this share.
@@ -206,7 +206,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return for each op inside an uncompiled flex_attention, by id(Op), that call: see uncompiled_flex()."""
         found: dict[int, Op] = {}
         if self.has(is_of_flex):
-            for step in {id(step): step for step in (self.step, *self.steps)}.values():
+            for step in {self.step, *self.steps}:
                 found |= uncompiled_flex(step)
         return found
 
@@ -224,8 +224,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return the ids of the ops and calls that offload activations in the typical step and the replayed ones."""
         if not self.named(lambda name: "DtoH" in name):
             return set()
-        steps = {id(step): step for step in (self.step, *self.steps)}.values()
-        return ids_inside(op for step in steps for op in offloading(step))
+        return ids_inside(op for step in {self.step, *self.steps} for op in offloading(step))
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""
@@ -288,10 +287,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         groups = self.groups_in_all_steps(groups)
         spans, added = [], []
         for (work, _), calls in zip(groups, launching_only(self.graph, [work for work, _ in groups]), strict=True):
-            by_track = defaultdict(list)
-            for op in calls:
-                by_track[op.track].append(op)
-            for track, ops in by_track.items():
+            for track, ops in grouped((op.track, op) for op in calls).items():
                 spans.append((track, min(op.start for op in ops), max(op.end for op in ops)))
             first = min(
                 (one.launch for one in work if one.launch is not None), key=lambda call: call.start, default=None

@@ -1,6 +1,6 @@
 """Changes of copies and memory: copies ahead, many copies in one, activations that are not recomputed."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tracereader.changes import prices
@@ -24,6 +24,7 @@ from tracereader.replay.changes import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import COPIES_INPUTS
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
@@ -73,11 +74,8 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 
     A span has the checkpoint's own calls: from the parent's start, until its next op begins or it ends.
     """
-    by_parent = defaultdict(list)
-    for op in ops:
-        by_parent[id(op.parent)].append(op)
     found = []
-    for some in by_parent.values():
+    for some in grouped((id(op.parent), op) for op in ops).values():
         parent, last = some[0].parent, max(op.end for op in some)
         end = min((op.start for op in parent.children if op.start >= last), default=parent.end)
         found.append((some[0].track, parent.start, end))
@@ -174,14 +172,11 @@ def _amount(copies: Sequence[GpuWork]) -> str:
 
 def _waiting_with(copies: Iterable[Op]) -> list[Op]:
     """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
-    found: dict[int, Op] = {}
-    first: dict[int, Op] = {}  # by the id of the op around them, the first of its copies
-    for call in sorted(copies, key=lambda call: call.start):
-        found[id(call)] = call
-        first.setdefault(id(call.parent), call)
-    for call in first.values():
-        if (op := call.parent) is not None and op.kind == "op":
-            found |= {id(one): one for one in op.children if one.start > call.start and is_wait(one)}
+    calls = sorted(copies, key=lambda call: call.start)
+    found = {id(call): call for call in calls}
+    for first, *_ in grouped((id(call.parent), call) for call in calls).values():
+        if (op := first.parent) is not None and op.kind == "op":
+            found |= {id(one): one for one in op.children if one.start > first.start and is_wait(one)}
     return list(found.values())
 
 

@@ -26,6 +26,7 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import fused, with_cpu_time, with_durations, with_smaller_graphs, without_cpu_time
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import minus, union
 from tracereader.trace.labels import (
     ACCUMULATES,
@@ -108,7 +109,9 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
     eager = {id(work) for work, one, op in fusable if not (one.is_compiled or _is_in_compiled_code(case, op))}
-    alike = list(_of_equal_size(_runs(case, eager)))
+    # The kernels of each run that work on equally many elements, with that number.
+    by_size = (grouped((_elements(entry), entry) for entry in run) for run in _runs(case, eager))
+    alike = [same for some in by_size for same in some.items()]
     # Each chain with the time (µs) of the kernel that replaces it.
     chains = [
         (part, _fused_us(part, elements, case.peaks))
@@ -121,10 +124,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
     after = sum(us for _, us in chains)
     # An op that launches a fused kernel does not set memory for it, either.
-    memsets = defaultdict(list)
-    for work, _, op in case.activities:
-        if work.kind == "memset" and op is not None:
-            memsets[id(op)].append(work)
+    memsets = grouped((id(op), work) for work, _, op in case.activities if work.kind == "memset" and op is not None)
     in_typical = [
         ([work for work, _, _ in chain] + [one for op in {id(op) for _, _, op in chain} for one in memsets[op]], us)
         for chain, us in chains
@@ -320,15 +320,6 @@ def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
             runs.append(run)
         run.append(entry)
     return runs
-
-
-def _of_equal_size(runs: Iterable[list[Entry]]) -> Iterator[tuple[object, list[Entry]]]:
-    """Yield the kernels of each run that work on equally many elements, with that number."""
-    for run in runs:
-        alike = defaultdict(list)
-        for entry in run if len(run) > 1 else ():
-            alike[_elements(entry)].append(entry)
-        yield from alike.items()
 
 
 def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:

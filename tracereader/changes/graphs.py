@@ -429,7 +429,7 @@ def update_graph(case: Case) -> Proposal | None:
         return None
     if not _computes_alone(case):
         return None
-    found, launches, us = [], 0, 0.0
+    found: dict[int, list[Run]] = {id(step): [] for step in case.steps}
     for step in case.steps:
         if not _launch_many(beside_backward(step)):
             continue
@@ -439,15 +439,13 @@ def update_graph(case: Case) -> Proposal | None:
         if any(op.start >= since and not in_backward(op) for op in sizes):
             return None
         for run in launches_between_waits(case.graph, step, labels(step, (OPTIMIZERS, LOADER))):
-            for part in filter(_is_long, _without_pauses(run, own)):
-                found.append(part)
-                if step is case.replayed:
-                    launches += sum(len(work) for _, work in part)
-                    us += (part[-1][0].end - part[0][0].start) / 1e3
+            found[id(step)] += filter(_is_long, _without_pauses(run, own))
+    launches = len(_captured(found, case.replayed))
     if not launches:
         return None
+    us = sum(part[-1][0].end - part[0][0].start for part in found[id(case.replayed)]) / 1e3
     return Proposal(
-        as_cuda_graph(case.graph, found),
+        as_cuda_graph(case.graph, chain(*found.values())),
         f"{launches:,} identical launches per step after backward, outside optimizers' steps, in {duration(us)} of CPU "
         "time",
         "torch.cuda.graph around them, with numbers that change in tensors and, if they read gradients, "
@@ -529,15 +527,12 @@ def long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Ru
     Each run of launches between two waits is a graph. The ops of a run with few launches stay. around: the ids of ops;
     the ops of a run without any of them stay, too.
     """
-    found, captured, graphs = [], 0, 0
-    for step in case.steps:
-        for run in launches_between_waits(case.graph, step):
-            if not _is_long(run) or not (around is None or any(id(op) in around for op, _ in run)):
-                continue
-            found.append(run)
-            if step is case.replayed:
-                captured, graphs = captured + sum(len(work) for _, work in run), graphs + 1
-    return found, captured, graphs
+
+    def is_wanted(run: Run) -> bool:
+        return _is_long(run) and (around is None or any(id(op) in around for op, _ in run))
+
+    runs = {key: list(filter(is_wanted, some)) for key, some in _runs(case).items()}
+    return list(chain(*runs.values())), len(_captured(runs, case.replayed)), len(runs[id(case.replayed)])
 
 
 def _between(case: Case, copies: bool) -> str:

@@ -142,11 +142,9 @@ def _channels_last_layout(case: Case, ops: Iterable[Op]) -> tuple[str, str] | No
 
 def _follows_layout_copies(before: Side, after: Side) -> bool:
     """At most half of the copy kernels remain, and the other kernels are the same."""
-    others, copies = [], []
-    for side in (before, after):
-        rows = [one for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset"]
-        copies.append(sum(one.family == "copy" for one in rows))
-        others.append(Counter(one.name for one in rows if one.family != "copy"))
+    rows = [side.summary.kernels_of_step for side in (before, after)]
+    copies = [sum(one.family == "copy" for one in some) for some in rows]
+    others = [Counter(one.name for one in some if one.family not in ("copy", "memset")) for some in rows]
     return copies[1] <= LEFT * copies[0] and copies[1] < copies[0] and others[0] == others[1]
 
 
@@ -164,20 +162,19 @@ def layout_copies(case: Case) -> Proposal | None:
     ]
     shared = {id(work) for _, some in expanded(case.step) for work in some} if found else ()
     found = [entry for entry in found if id(entry[0]) not in shared]
-    copies = [(work, one) for work, one, _ in found]
-    if not copies:
+    if not found:
         return None
     names = sorted({name for *_, name in found})
-    mine = {id(work) for work, _ in copies}
+    mine = {id(work) for work, *_ in found}
     above = [one.name for work, _, op in case.activities if op and id(work) in mine for one in op.above()]
     need = sorted(set(above) & {*NEED_CONTIGUOUS, LAYER_NORM})
     how = "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only contiguous tensors"
     if need:
         how = f"keep tensors contiguous where {listed(need)} reads them, which copies its input otherwise"
     return Proposal(
-        without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
-        f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
-        f"{duration(sum(one.us for _, one in copies))}",
+        without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, *_ in found), 0.0))),
+        f"{counted(len(found), 'copy', 'copies')} made by {listed(names)}: "
+        f"{duration(sum(one.us for _, one, _ in found))}",
         how,
     )
 

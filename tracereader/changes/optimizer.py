@@ -1,6 +1,5 @@
 """Changes of the optimizer and of the code beside it: how many calls update the parameters."""
 
-from collections import Counter
 from operator import attrgetter
 
 from tracereader.changes import prices
@@ -12,6 +11,7 @@ from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import fused, spans_of, with_cpu_time, without_cpu_time, without_ops
 from tracereader.trace import Op, Step
+from tracereader.trace.grouped import totals
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
 from tracereader.trace.op_names import FILLS
 from tracereader.two_runs.same_work import by_calls, halved, same_heavy, us_of
@@ -72,20 +72,15 @@ def fused_optimizer(case: Case) -> Proposal | None:
     groups, updates = [], []
     fuses = {one.label: one.faster == "fused" for one in loops}
     for step in case.steps:
-        updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
+        # None in a step that only adds to gradients.
+        updating = [label for label in labels(step, tuple(fuses)) if label.name in fuses]
         took = [_optimizer_us(case, step, fused) for fused in (False, True)] if updating else []
         for label in updating:
-            if label.name not in fuses:
-                continue
-            work = sorted(label.work_below(), key=lambda one: one.start)
-            if not work:
-                continue
-            by_op = Counter()
-            for one in work:
-                by_op[one.name] += one.us
-            # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
-            groups.append((work, 2 * by_op.most_common(1)[0][1]))
-            updates.append((label, took[fuses[label.name]]))
+            if work := sorted(label.work_below(), key=_start):
+                by_op = totals((one.name, one.us) for one in work)
+                # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
+                groups.append((work, 2 * by_op.most_common(1)[0][1]))
+                updates.append((label, took[fuses[label.name]]))
     named = [f"{one.faster} {one.name}" for one in loops]
     launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
     graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))

@@ -1,7 +1,6 @@
 """Changes of data parallel training: how often a rank gathers parameters and reduces gradients."""
 
 import bisect
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
 from operator import attrgetter
@@ -15,6 +14,7 @@ from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration
 from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import (
     ALL_REDUCE,
@@ -69,8 +69,7 @@ def keep_parameters(case: Case) -> Proposal | None:
 
 def _gathered_again(step: Step) -> list[Op]:
     """Return FSDP's annotations of gathering a block's parameters for the backward pass."""
-    gathers = labels(step, GATHERS)
-    return [op for op in gathers if _is_for_backward(op)]
+    return [op for op in labels(step, GATHERS) if _is_for_backward(op)]
 
 
 @change(
@@ -123,12 +122,9 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
     updates = sorted(op.start for step in steps for op in labels(step, OPTIMIZER))
     if len(begins) < 2 or not updates:
         return 0, []
-    reductions: dict[int, list[Op]] = defaultdict(list)  # by the number of the forward pass before them
-    for op in _reductions(steps):
-        reductions[bisect.bisect_right(begins, op.start) - 1].append(op)
-    of_update: dict[int, list[int]] = defaultdict(list)  # by optimizer step, the numbers of the forward passes
-    for number, begin in enumerate(begins):
-        of_update[bisect.bisect_right(updates, begin)].append(number)
+    # The reductions by the number of the forward pass before them, and the numbers of these passes by optimizer step.
+    reductions = grouped((bisect.bisect_right(begins, op.start) - 1, op) for op in _reductions(steps))
+    of_update = grouped((bisect.bisect_right(updates, begin), number) for number, begin in enumerate(begins))
     copies = [op for step in steps for op in step.named(lambda name: name.startswith(DDPS_COPIES))]
     gathers = [op for step in steps for op in labels(step, GATHERS) if not _is_for_backward(op)]
     backward = [op for step in steps for op in labels(step, GATHERS_AGAIN)]

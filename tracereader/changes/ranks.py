@@ -2,7 +2,6 @@
 
 import bisect
 import gc
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -41,6 +40,7 @@ from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.replay.changes import with_cpu_speed, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, OLDER_FSDP, SHARDING
 from tracereader.trace.types import dtype_of
@@ -252,10 +252,8 @@ def _is_wide(work: Work, collective: Collective) -> bool:
 
 def _multiplies_in_two_bytes(computing: Sequence[Work]) -> bool:
     """Return whether most of the time of matrix products is in bf16 or fp16, by their kernels' names."""
-    times = Counter()
-    for one in computing:
-        if (found := says(one)).multiplies:
-            times[found.parts.get("types") in TWO_BYTES] += one.dur
+    products = [one for one in computing if says(one).multiplies]
+    times = totals((says(one).parts.get("types") in TWO_BYTES, one.dur) for one in products)
     return times[True] > times[False]
 
 
@@ -331,10 +329,8 @@ def microbatches(case: RankCase) -> Proposal | None:
 
     The smaller kernels take longer together.
     """
-    received: dict[str, list[tuple[Work, Collective]]] = defaultdict(list)
-    for work, message in case.messages:
-        if message.ranks[1] == case.rank.rank:
-            received[message.step].append((work, message))
+    mine = [(work, message) for work, message in case.messages if message.ranks[1] == case.rank.rank]
+    received = grouped((message.step, (work, message)) for work, message in mine)
     ends = [each for some in received.values() for each in (some[0], some[-1])]
     times = {work: work.us - message.waits_us[1] / 2 for work, message in ends}
     if not times:

@@ -1,6 +1,5 @@
 """Changes that move CPU work out of the step: loading, work on CPU tensors, Python."""
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -15,6 +14,7 @@ from tracereader.findings.finding import duration, listed
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.replay.changes import spans_of, with_cpu_time, without_cpu_time
 from tracereader.trace import Op
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import length, union
 from tracereader.trace.labels import LOADER, is_phase
 from tracereader.two_runs.same_work import halved, same_heavy, the_same_work
@@ -81,9 +81,7 @@ def cpu_tensors(case: Case) -> Proposal | None:
     spans = on_launching_threads(case, stretches)
     if not spans or not typical:
         return None
-    ns = Counter()
-    for op in chain.from_iterable(one.ops for one in typical):
-        ns[op.name] += op.dur
+    ns = totals((op.name, op.dur) for one in typical for op in one.ops)
     in_ops = sum(length(union((op.start, op.end) for op in one.ops)) for one in typical) / 1e3
     named = ns.most_common(OPS_NAMED)
     parts = [f"{name} {duration(time / 1e3)}" for name, time in named]
@@ -150,10 +148,7 @@ def _covering(labels: Iterable[Op], start: int, end: int) -> str:
 
 def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:
     """Return the Python functions with most of the time in these spans, without their files; none without stacks."""
-    by_track = defaultdict(list)
-    for track, start, end in spans:
-        by_track[track].append((start, end))
-    ns = Counter()
-    for name, time in python_in(case.trace.frames, by_track).items():
-        ns[name.rpartition("): ")[2]] += time
+    by_track = grouped((track, (start, end)) for track, start, end in spans)
+    in_files = python_in(case.trace.frames, by_track)
+    ns = totals((name.rpartition("): ")[2], time) for name, time in in_files.items())
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]

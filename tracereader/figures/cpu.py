@@ -115,10 +115,8 @@ class Cpu:
     @cached_property
     def inputs(self) -> dict[str, dict[str, int]]:
         """Return the shapes of the ops' inputs, each with its number of calls; empty without recorded shapes."""
-        found: dict[str, dict[str, int]] = {}
-        for one in self._of_inputs:
-            found.setdefault(one.name, {})[one.inputs] = one.calls
-        return found
+        by_name = grouped((one.name, one) for one in self._of_inputs)
+        return {name: {one.inputs: one.calls for one in some} for name, some in by_name.items()}
 
     @cached_property
     def by_inputs(self) -> list[OfInputs]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -14,6 +14,7 @@ from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import COPYING, SDPA
 from tracereader.trace.types import dtype_of
 
@@ -152,10 +153,8 @@ def _by_stream(step: Step, values: Iterable[Hashable]) -> Counter[tuple]:
 
     The order of work on different streams differs by chance, and so may the streams that a step uses.
     """
-    found: dict[tuple, list] = defaultdict(list)
-    for one, value in zip(step.work, values, strict=True):
-        found[one.track].append(value)
-    return Counter(map(tuple, found.values()))
+    by_stream = grouped((one.track, value) for one, value in zip(step.work, values, strict=True))
+    return Counter(map(tuple, by_stream.values()))
 
 
 def _signature(step: Step) -> Counter[tuple]:

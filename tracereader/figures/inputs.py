@@ -1,6 +1,5 @@
 """The types and sizes of the input tensors of a step's ops, as torch recorded them."""
 
-from collections import Counter
 from functools import lru_cache
 from itertools import groupby
 
@@ -9,6 +8,7 @@ import msgspec
 from tracereader.figures.moved import INPUTS
 from tracereader.figures.steps import self_us
 from tracereader.trace import Step
+from tracereader.trace.grouped import totals
 from tracereader.trace.types import Inputs, dtype_of
 
 # The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
@@ -32,12 +32,9 @@ def by_inputs(step: Step) -> list[OfInputs]:
 
     Only calls with recorded tensors count.
     """
-    launched: Counter = Counter()
-    for one in step.work:
-        op = one.launch
-        while op is not None and op.kind != "op":
-            op = op.parent
-        launched[id(op)] += one.dur
+    launches = ((one.launch.above(), one.dur) for one in step.work if one.launch is not None)
+    asking = ((next((op for op in above if op.kind == "op"), None), ns) for above, ns in launches)
+    launched = totals((id(op), ns) for op, ns in asking)
     found = {}
     for op in step.walk():
         if op.kind == "op" and (words := _words(op.name, op.inputs)):

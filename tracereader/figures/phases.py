@@ -48,13 +48,8 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     Forward reaches from the first op that the backward belongs to (or from the model's frame, if stacks are recorded)
     to the last one.
     """
-    if not _is_tied(trace, step):
-        return ()
-    labels = {label.name for label in phases(step)}
-    if len(labels) > 1 and not all(map(is_torchs_own, labels)):
-        return ()
-    spans = _spans(trace, step)
-    if not spans[BACKWARD] or not spans[FORWARD]:
+    spans, labels = _spans(trace, step), {label.name for label in phases(step)}
+    if not spans or (len(labels) > 1 and not all(map(is_torchs_own, labels))):
         return ()
     cpu = {name: length(some) / 1e3 for name, some in spans.items() if some}
     covered = union(span for some in spans.values() for span in some)
@@ -82,8 +77,8 @@ def of_model(trace: Trace, step: Step) -> Intervals:
 
     Empty if autograd's events tie no backward to a forward.
     """
-    spans = _spans(trace, step) if _is_tied(trace, step) else {}
-    if not spans or not spans[BACKWARD] or not spans[FORWARD]:
+    spans = _spans(trace, step)
+    if not spans:
         return []
     # Between forward and backward, backward() makes the gradient of the loss.
     ordered = sorted((span, name) for name, some in spans.items() for span in some)
@@ -172,7 +167,12 @@ def _launched_in(step: Step, spans: dict[str, Intervals]) -> Iterator[str]:
 
 @kept_by_step
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
-    """Return the time intervals of each phase, in order. They do not overlap."""
+    """Return the time intervals of each phase, in order. They do not overlap.
+
+    Empty without a forward or a backward, or if autograd's events tie no backward to a forward.
+    """
+    if not _is_tied(trace, step):
+        return {}
     backward = outermost_named(step, lambda name: name.startswith(AUTOGRAD))
     named = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
     labels = [op for op in named if op.kind == "label"]
@@ -190,7 +190,7 @@ def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
         some = union((max(left, step.start), min(right, step.end)) for left, right in runs[name] if left < step.end)
         found[name] = minus(some, taken)
         taken = union([*taken, *some])
-    return {name: found[name] for name in runs}
+    return {name: found[name] for name in runs} if found[BACKWARD] and found[FORWARD] else {}
 
 
 def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:

@@ -216,7 +216,6 @@ class RanksSummary(msgspec.Struct, frozen=True):
     unnamed: int
     groups: tuple[GroupTimes, ...]  # those with the most waiting first
     kinds: tuple[KindTimes, ...]
-    best_gb_s: float | None
     clocks: Clocks
     messages: tuple[Collective, ...]
     unmatched_messages: int
@@ -245,7 +244,6 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     matched, messages = _collectives(met, shift, origin, waits), _collectives(sent, shift, origin, apart)
     leads = [one.lead_us for one in matched]
     clocks = msgspec.structs.replace(clocks, lead_us=median(leads) if leads else None)
-    best = max((one.bus_gb_s for one in matched if one.bus_gb_s is not None), default=None)
     return RanksSummary(
         world_size=ranks[0].world_size,
         origin_ns=origin,
@@ -265,8 +263,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         unmatched=unmatched,
         unnamed=sum(one.unnamed for one in ranks),
         groups=_groups(met, matched),
-        kinds=_kinds(matched, best),
-        best_gb_s=best,
+        kinds=_kinds(matched),
         clocks=clocks,
         messages=tuple(messages),
         unmatched_messages=unmatched_messages,
@@ -747,8 +744,8 @@ def _pairs(
     return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 
-def _kinds(matched: Sequence[Collective], best: float | None) -> tuple[KindTimes, ...]:
-    found = []
+def _kinds(matched: Sequence[Collective]) -> tuple[KindTimes, ...]:
+    found, best = [], max((one.bus_gb_s for one in matched if one.bus_gb_s is not None), default=None)
     for key, some in grouped(((one.kind, one.bytes, one.size), one) for one in matched).items():
         wait, transfer = median(max(one.waits_us) for one in some), median(one.transfer_us for one in some)
         rate = median_rate(some)

@@ -87,18 +87,10 @@ class BufferRequest(msgspec.Struct, frozen=True):
     before_first_work: bool
 
 
-class Overhead(msgspec.Struct, frozen=True):
-    """The profiler's or the driver's own slices of one name."""
-
-    count: int
-    us: float
-
-
 class Profiler(msgspec.Struct, frozen=True):
     """The profiler's own slices. final_sync_us: the time to collect the GPU's records after the last step."""
 
     buffer_requests: tuple[BufferRequest, ...]
-    overheads: dict[str, Overhead]
     final_sync_us: float | None
 
 
@@ -106,8 +98,6 @@ def profiler(trace: Trace) -> Profiler:
     """Return the profiler's own overhead over the whole trace."""
     first = min((one.start for step in trace.steps for one in step.work), default=0)
     end = max(step.end for step in trace.steps)
-    by_name = grouped((one.name, one) for one in trace.overheads)
-    requests = [BufferRequest(one.us, one.start < first) for one in by_name["Activity Buffer Request"]]
-    overheads = {name: Overhead(len(some), sum(one.us for one in some)) for name, some in by_name.items() if some}
+    buffers = [one for one in trace.overheads if one.name == "Activity Buffer Request"]
     last = next((op.us for op in trace.outside if OF_THE_DEVICE in op.name and op.start >= end), None)
-    return Profiler(tuple(requests), overheads, last)
+    return Profiler(tuple(BufferRequest(one.us, one.start < first) for one in buffers), last)

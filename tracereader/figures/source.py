@@ -141,7 +141,7 @@ def _launches(trace: Trace) -> bool:
     """Return whether the CPU called the CUDA runtime API to launch anything, apart from a graph's capture."""
     if not any("Launch" in name for name in trace.op_names):
         return False
-    roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
+    roots = trace.roots
     found = captures(roots, trace.op_names)
     least = found.launches if found else 0
     return any(islice((True for root in roots for op in root.walk() if is_launch(op)), least, None))

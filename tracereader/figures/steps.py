@@ -135,13 +135,13 @@ def ops_recorded(step: Step) -> bool:
     calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
     known: dict[int, bool] = {}
     inside = (
-        None for call in calls if _lies_in(call, lambda op: op.kind == "op" and op.name != DESCRIBES_COLLECTIVE, known)
+        None for call in calls if lies_in(call, lambda op: op.kind == "op" and op.name != DESCRIBES_COLLECTIVE, known)
     )
     enough = math.ceil(IN_OPS * len(calls))  # most launches lie in ops, so few of them decide
     return len(list(islice(inside, enough))) == enough
 
 
-def _lies_in(call: Op, wanted: Callable[[Op], bool], known: dict[int, bool]) -> bool:
+def lies_in(call: Op, wanted: Callable[[Op], bool], known: dict[int, bool]) -> bool:
     """Return whether a wanted slice encloses the call.
 
     known: an empty dict at first, and the same one for all calls, so that each path upwards is followed once.
@@ -182,7 +182,7 @@ def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
     """Return the ops and calls with a wanted name that lie in no other one, in order."""
     named, known = step.named(wanted), {}
     ids = set(map(id, named))
-    return [op for op in named if not _lies_in(op, lambda above: id(above) in ids, known)]
+    return [op for op in named if not lies_in(op, lambda above: id(above) in ids, known)]
 
 
 def loader_waits(step: Step) -> Intervals:
@@ -358,10 +358,7 @@ def _calls(step: Step) -> frozenset[tuple]:
 
 def _busy_by_device(work: Iterable[Work]) -> dict[object, Intervals]:
     """Return when each GPU was busy. work: sorted by start, so that one pass gives the union."""
-    by_device: dict[object, Intervals] = defaultdict(list)
-    for one in work:
-        start = one.start
-        by_device[one.device].append((start, start + one.dur))
+    by_device = grouped((one.device, (one.start, one.start + one.dur)) for one in work)
     return {device: joined(some) for device, some in by_device.items()}
 
 

@@ -84,7 +84,7 @@ def profiler_table(trace: Trace) -> Table:
         if parent is not None:
             reached[parent] += reached[number]
         _add(rows, (_name(nodes[number]), False), own[number], nodes[number].dur, launched[number], reached[number])
-    for op in _all(trace):
+    for op in _every(trace):
         if COLLECTIVE.match(op.name):
             _add(rows, (op.name, False), 0, op.dur, 0, 0)
     for one in trace.work:
@@ -113,6 +113,10 @@ def _name(one) -> str:
     return EVERY_STEP if one.name.startswith(STEP) else one.name
 
 
+def _every(trace: Trace) -> Iterator[Op]:
+    return (op for top in trace.tops for op in top.walk())
+
+
 def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     """Return every slice of the CPU lane, and the index of its parent, which comes before it.
 
@@ -120,7 +124,7 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     in a collective, which begins on one thread and ends on another. A slice that ends after the slice in which it
     starts does not lie in it.
     """
-    shown = (op for op in _all(trace) if op.name not in NOT_IN_IT and not COLLECTIVE.match(op.name))
+    shown = (op for op in _every(trace) if op.name not in NOT_IN_IT and not COLLECTIVE.match(op.name))
     tracks = grouped((op.track, op) for op in shown)
     marks = [op for ops in tracks.values() for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     main = marks[0].track if marks else max(tracks, key=lambda track: len(tracks[track]), default=None)
@@ -137,16 +141,6 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
             open_.append(len(nodes))
             nodes.append(op)
     return nodes, parents
-
-
-def _all(trace: Trace) -> Iterator[Op]:
-    tops = {}
-    for root in (*(root for step in trace.steps for root in step.roots), *trace.outside):
-        while root.parent is not None:  # an annotation around the loop
-            root = root.parent
-        tops[id(root)] = root
-    for top in tops.values():
-        yield from top.walk()
 
 
 def _label(nodes: Sequence[Op], parents: Sequence[int | None]) -> tuple[str | None, dict[str, float]]:

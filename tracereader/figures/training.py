@@ -350,10 +350,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     idle = minus(idle, graph_spans(step))  # the gaps inside a running graph are there without a synchronization, too
     # Autograd's threads take turns with the one that runs the step. Other threads launch by themselves.
     in_turns = {root.track for root in step.roots if root.name.startswith(AUTOGRAD)} | {on_its_thread(step)[0]}
-    launches: dict[object, list[tuple[int, int]]] = defaultdict(list)
-    for op in ops:
-        if op.work:
-            launches[op.track in in_turns or op.track].append((op.start, op.start + op.dur))
+    launches = grouped((op.track in in_turns or op.track, (op.start, op.start + op.dur)) for op in ops if op.work)
     for some in launches.values():
         some.sort()
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])

@@ -158,7 +158,6 @@ class GroupKind(msgspec.Struct, frozen=True):
     """
 
     name: str
-    description: str
     groups: int
     size: int
     collectives: int
@@ -554,7 +553,7 @@ def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
         collectives = max(one.collectives for one in some)
         waited = sum(one.waited_us for one in some) / sum(len(one.ranks) for one in some) / steps
         transfer, worst = fmean(one.transfer_us for one in some) / steps, max(some, key=lambda one: one.waited_us)
-        found.append(GroupKind(name, description, len(some), members, collectives, waited, transfer, worst))
+        found.append(GroupKind(name, len(some), members, collectives, waited, transfer, worst))
     return tuple(sorted(found, key=lambda one: -one.waited_us))
 
 

@@ -5,14 +5,16 @@ is a median over them.
 """
 
 import bisect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec.structs import replace
 
+from tracereader.figures.steps import lies_in
 from tracereader.replay.graph import NOBODY, Graph
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, minus, union
 from tracereader.trace.waits import waits_of
 
@@ -33,11 +35,8 @@ def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
     """
     lag, delay, via, wait = graph.lag[:], graph.delay[:], graph.via[:], graph.wait[:]
     returns = set(graph.returns.values())
-    by_track = defaultdict(list)
-    for track, start, end in spans:
-        by_track[track].append((start, end))
     removed = dict(graph.gone)
-    for track, some in by_track.items():
+    for track, some in grouped((track, (start, end)) for track, start, end in spans).items():
         nodes = graph.threads.get(track, ())
         earlier = removed.get(track, [])
         removed[track] = union([*earlier, *some])
@@ -139,9 +138,8 @@ def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[lis
     # A call outside of the replayed steps stays as it is.
     roots = {outermost_of[key] for calls in of_groups for key in calls if key in outermost_of}
     for group, calls in zip(groups, of_groups, strict=True):
-        below: dict[int, int] = defaultdict(int)  # id(Op) -> the group's activities in the call and in whole ops below
-        for one in group:
-            below[id(one.launch)] += 1
+        # id(Op) -> the group's activities in the call and in whole ops below
+        below = Counter(id(one.launch) for one in group)
         whole: dict[int, Op] = {}  # what launches only activities of the group
         for key, op in calls.items():
             while key not in whole and below[key] == launched[key]:
@@ -211,10 +209,8 @@ def cuda_graph(
     gap_ns = round(gap_us * 1e3)
     for run in runs:
         work = [one for _, launched in run for one in launched]
-        by_track = defaultdict(list)
-        for op, _ in run:
-            by_track[op.track].append(op)
-        spans += [(track, some[0].start, max([op.start + op.dur for op in some])) for track, some in by_track.items()]
+        for track, some in grouped((op.track, op) for op, _ in run).items():
+            spans.append((track, some[0].start, max([op.start + op.dur for op in some])))
         us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(work) if launch_us is None else launch_us
         added.append((run[0][0].track, min([one.launch.start for one in work]), us))
         nodes = {activity[id(one)] for one in work}
@@ -239,14 +235,9 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
         while op is not None and id(op) not in waiting:
             waiting[id(op)] = op
             op = op.parent
-    lies_inside = dict.fromkeys(stays, True)  # by id(Op), whether it stays or lies in an op that does
-    for op in waiting.values():
-        path = []
-        while op is not None and id(op) not in lies_inside:
-            path.append(id(op))
-            op = op.parent
-        lies_inside |= dict.fromkeys(path, op is not None and lies_inside[id(op)])
-    inside = {key for key, lies in lies_inside.items() if lies}
+    known: dict[int, bool] = {}
+    lying = (key for key, op in waiting.items() if lies_in(op, lambda above: id(above) in stays, known))
+    inside = {*stays, *lying}  # by id(Op), what stays or lies in an op that does
     launching: Run = []
     # By id(Op), the outermost op around it and what that launches; None if there is no such op.
     tops: dict[int, tuple[Op, list[Work]] | None] = dict.fromkeys(waiting)

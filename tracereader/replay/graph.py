@@ -44,7 +44,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from statistics import median_low
 
 import msgspec
@@ -53,6 +53,7 @@ from msgspec.structs import replace
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
+from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals
 from tracereader.trace.waits import OF_THE_DEVICE, is_wait, may_wait
 
@@ -158,16 +159,12 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         calls = {id(one.launch): one.launch for step in self.trace.steps for one in step.work if one.launch is not None}
         counts: dict[int, int] = defaultdict(int)
         outermost_of: dict[int, int] = {}
-        for key, op in calls.items():
-            launched, top = len(op.work), key
-            counts[key] += launched
-            while (op := op.parent) is not None and op.kind != "label":
-                top = id(op)
-                counts[top] += launched
-            outermost_of[key] = top
-            while op is not None:
-                counts[id(op)] += launched
-                op = op.parent
+        for key, call in calls.items():
+            above = list(call.above())
+            for op in (call, *above):
+                counts[id(op)] += len(call.work)
+            *_, outermost_op = call, *takewhile(lambda op: op.kind != "label", above)
+            outermost_of[key] = id(outermost_op)
         return counts, outermost_of
 
     @cached_property
@@ -297,9 +294,7 @@ class Builder:
 
     def _add_threads(self, steps: Sequence[Step]) -> list[tuple[int, int]]:
         """Add a node for each point of a thread, and return the nodes of the starts and ends of the steps."""
-        roots = defaultdict(list)
-        for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
-            roots[root.track].append(root)
+        roots = grouped((root.track, root) for root in self.trace.roots)
         marks = [on_its_thread(step) for step in steps]
         # First, because it needs as much memory as the points.
         handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
@@ -542,18 +537,14 @@ class _Recorded:
     def __init__(self, trace: Trace):
         self.of_call = {id(one.call): one for one in trace.syncs if one.kind != STREAM_WAITS}
         waits = [one for one in trace.syncs if one.kind == STREAM_WAITS]
-        self.waits: dict[tuple, list[Sync]] = defaultdict(list)  # by the stream that waits
-        for one in waits:
-            self.waits[one.device, one.stream].append(one)
+        self.waits = grouped(((one.device, one.stream), one) for one in waits)  # by the stream that waits
         # torch 2.11 on CUDA 13 does not record which event a stream waited for.
         self.has_waits = bool(waits) and all(one.record is not None for one in waits)
         self.called = {stream: [one.call.start for one in some] for stream, some in self.waits.items()}
-        self.launched: dict[tuple, list[Work]] = defaultdict(list)  # by stream, what has a launch, in its order
-        for one in trace.work if trace.syncs else ():
-            if one.launch is not None:
-                self.launched[one.device, one.track[1]].append(one)
+        launched = [one for one in trace.work if one.launch is not None] if trace.syncs else []
+        self.launched = grouped(((one.device, one.track[1]), one) for one in launched)  # by stream, in its order
         for some in self.launched.values():
-            some.sort(key=lambda one: one.launch.start)
+            some.sort(key=_launch_start)
 
     def decides(self, one: Work) -> bool:
         """Whether the records show which activities of other streams this one waited for."""
@@ -601,14 +592,7 @@ class _Recorded:
 
 
 _first_two = operator.itemgetter(0, 1)
-
-
-def _called(sync: Sync) -> int:
-    return sync.call.start
-
-
-def _launch_start(one: Work) -> int:
-    return one.launch.start
+_called, _launch_start = operator.attrgetter("call.start"), operator.attrgetter("launch.start")
 
 
 def _typical(work: Iterable[Work]) -> tuple[int, int]:

@@ -37,9 +37,8 @@ SECTION_KEYS = {
     "work": ("gpu_work",),
     "names": ("gpu_work",),
     "chain": ("label", "chain"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs",
-                 "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
-                 "cast_products"),
+    "patterns": ("patterns", "buffer_requests", "final_sync_us", "compiled_graphs", "graphs_of_steps",
+                 "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made", "cast_products"),
 }  # fmt: skip
 ALWAYS = ("version", "form", "trace", "devices", "backend", "rank", "world_size", "has_steps", "steps_by",
           "steps_end_with_it", "calls_in_a_step", "outside_us", "shapes_recorded", "typical_step", "window_us",

@@ -17,6 +17,7 @@ from tracereader.show.text import Name, console, paragraph, percent, plain, prin
 from tracereader.show.view import View
 from tracereader.trace import Trace
 from tracereader.two_runs import compare, faster, sentences
+from tracereader.two_runs.side import Side
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
@@ -46,7 +47,7 @@ def side_by_side(
         wanted = [name for name in wanted if name != "gpu"]
     out = console()
     summaries = compare.with_like_families(summaries)
-    sides = [compare.Side(summary) for summary in summaries]
+    sides = [Side(summary) for summary in summaries]
     names = compare.distinct_names(sides)
     bases = [sides[max(0, number - 1)] if previous else sides[0] for number in range(len(sides))]
     _runs(out, sides, names, view)
@@ -55,8 +56,8 @@ def side_by_side(
         "steps": lambda: _figures(out, sides, "per step" if view.step is None else f"step #{view.step}"),
         "gpu": lambda: _by_families(out, summaries, view),
         "cpu": lambda: _times(out, "CPU self time of a step", [_by_op(one) for one in summaries], view),
-        "work": lambda: _differences(out, sides, names, bases, "work" in wanted, "chain" in wanted),
-        "chain": lambda: _differences(out, sides, names, bases, "work" in wanted, "chain" in wanted),
+        "work": lambda: _differences(out, sides, names, bases, wanted),
+        "chain": lambda: _differences(out, sides, names, bases, wanted),
     }
     for name in [name for name in wanted if name != "chain" or "work" not in wanted]:
         out.print()
@@ -69,7 +70,7 @@ def side_by_side(
         out.print("more: --all, or --only work,chain (kernels and ops that are gone or new)")
 
 
-def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str], view: View) -> None:
+def _runs(out: Console, sides: Sequence[Side], names: Sequence[str], view: View) -> None:
     """Print the runs by number, with their devices if those differ."""
     devices = [compare.devices_of(side) for side in sides]
     differ = len(set(devices)) > 1
@@ -87,8 +88,8 @@ def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str], vie
 
 def _in_short(
     out: Console,
-    sides: Sequence[compare.Side],
-    bases: Sequence[compare.Side],
+    sides: Sequence[Side],
+    bases: Sequence[Side],
     view: View,
     proposed: Sequence[Sequence[Opportunity]],
 ) -> None:
@@ -106,7 +107,7 @@ def _in_short(
             paragraph(out, plain(text), "  · ", "    ")
 
 
-def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportunity], whose: str) -> list[str]:
+def _beside(base: Side, side: Side, proposed: Sequence[Opportunity], whose: str) -> list[str]:
     """Return the pace without the profiler, and the predictions for this run."""
     found = []
     unprofiled = [one.summary.unprofiled_step_us for one in (base, side)]
@@ -154,13 +155,13 @@ def _assumed(one: Opportunity) -> str:
     return " (estimated with peak or typical rates)" if one.basis == "bound" else ""
 
 
-def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
+def _figures(out: Console, sides: Sequence[Side], title: str) -> None:
     """Print times, counts and memory: a measure is a row, a run a column."""
     some = [side.summary for side in sides]
     rows: list[tuple[str, ...]] = []
     times = partial(add_times, rows)
 
-    def gpu(figure: Callable[[compare.Side], float]) -> list[float | None]:
+    def gpu(figure: Callable[[Side], float]) -> list[float | None]:
         return [figure(side) if side.summary.has_gpu_work else None for side in sides]
 
     def counts(name: str, values: Sequence[int | None]) -> None:
@@ -243,15 +244,10 @@ def _times(out: Console, title: str, times: Sequence[dict[str, float]], view: Vi
 
 
 def _differences(
-    out: Console,
-    sides: Sequence[compare.Side],
-    names: Sequence[str],
-    bases: Sequence[compare.Side],
-    work: bool,
-    ops: bool,
+    out: Console, sides: Sequence[Side], names: Sequence[str], bases: Sequence[Side], wanted: Sequence[str]
 ) -> None:
-    """Print what changed and what stayed the same, a sentence a line."""
-    first = sides[0]
+    """Print what changed and what stayed the same, a sentence a line. wanted: the sections that are shown."""
+    first, work, ops = sides[0], "work" in wanted, "chain" in wanted
     if work:
         setup = sentences.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
     else:

@@ -1,7 +1,6 @@
 """The report on several ranks of one run: first who waits for whom, then the evidence."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -26,7 +25,7 @@ from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, capitalized, console, paragraph, plain, print_columns
 from tracereader.show.view import View
 from tracereader.trace import STEP
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 
 SECTIONS = ("short", "try", "gpu", "steps", "work", "lanes")
 RANKS_SHOWN = 8
@@ -594,10 +593,7 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
     rows = []
     for (kind, message, members), some in grouped(((one.kind, one.bytes, one.size), one) for one in mine).items():
         waits = [one.waits_us[one.ranks.index(rank)] for one in some]
-        for_whom = Counter()
-        for one, us in zip(some, waits, strict=True):
-            for_whom[one.last] += us
-        whom, us = for_whom.most_common(1)[0]
+        whom, us = totals((one.last, us) for one, us in zip(some, waits, strict=True)).most_common(1)[0]
         named = (_kind(summary, kind, members), _size(message), f"{len(some):,}")
         times = (_ms(sum(waits)), _ms(sum(one.transfer_us for one in some)), _rate(median_rate(some)))
         rows.append((sum(waits), (*named, *times, f"rank {whom}" if us else "–")))

@@ -13,6 +13,7 @@ from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted, duration, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.show.text import Name, Unit, paragraph, percent, plain, print_columns, unit_of
+from tracereader.trace.grouped import totals
 
 # A repetition that takes less of a step's GPU time has no row.
 WORTH_A_ROW = 0.05
@@ -106,12 +107,9 @@ def in_order(summary: Summary) -> list[Row]:
 def _folded(summary: Summary, places: Sequence[int]) -> Row:
     """Return the activities at one position of each sequence, as one row."""
     same = [summary.gpu_work[place] for place in places]
-    asked = Counter()
-    for one in same:
-        asked[one.asked_by] += one.us
     folded = msgspec.structs.replace(
         same[0],
-        asked_by=mostly(asked),
+        asked_by=mostly(totals((one.asked_by, one.us) for one in same)),
         us=median(one.us for one in same),
         low_us=min(one.low_us for one in same),
         high_us=max(one.high_us for one in same),
@@ -137,10 +135,8 @@ def _row(name: str, one: Repeat, each: Unit, in_all: Unit, total: float | None) 
 
 def _families(summary: Summary, one: Repeat) -> str:
     """Return the GPU time of the sequences by family of kernel, as shares, with the number of activities in one."""
-    time, pieces = Counter(), Counter()
-    for work in (summary.gpu_work[place] for places in one.places for place in places):
-        time[work.family] += work.us
-        pieces[work.family] += 1
+    repeated = [summary.gpu_work[place] for places in one.places for place in places]
+    time, pieces = totals((work.family, work.us) for work in repeated), Counter(work.family for work in repeated)
     return ", ".join(
         f"{share / one.total_us:.0%} {family_in_words(family)} ({pieces[family] / one.times:,.0f})"
         for family, share in time.most_common(4)

@@ -125,8 +125,7 @@ def _tie(work: Sequence[Work], recording: _Recording, calls: Sequence[Op]) -> No
 
 def _recordings(trace: Trace) -> Iterator[_Recording]:
     """Yield each capture of a trace; for a trace without captures its last step."""
-    roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
-    calls = sorted((op for root in roots for op in root.walk() if op.kind == "runtime"), key=_start)
+    calls = sorted((op for root in trace.roots for op in root.walk() if op.kind == "runtime"), key=_start)
     spans = list(_spans(calls))
     if not spans:
         yield _recording(trace, [call for call in calls if call.work and trace.steps[-1].start <= call.start])

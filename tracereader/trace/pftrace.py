@@ -374,9 +374,6 @@ class _Reader:
                 forward[number] = (start, place) if before is not None and before[1] == place else None
             elif source := forward.pop(number, None):
                 arrows += 1
-                self._arrow(b"fwdbwd", arrows, source[1], source[0], place, start)
-
-    def _arrow(self, kind: bytes, number: int, source: bytes, from_ns: int, place: bytes, to_ns: int) -> None:
-        for ph, where, ns, more in ((b"s", source, from_ns, b""), (b"f", place, to_ns, b',"bp":"e"')):
-            parts = (ph, number, where, _us(ns - self.since_boot), kind, kind, more)
-            self._add(b'{"ph":"%b","id":%d,%b,"ts":%b,"cat":"%b","name":"%b"%b}' % parts)
+                for ph, (ns, where), more in ((b"s", source, b""), (b"f", (start, place), b',"bp":"e"')):
+                    parts = (ph, arrows, where, _us(ns - self.since_boot), more)
+                    self._add(b'{"ph":"%b","id":%d,%b,"ts":%b,"cat":"fwdbwd","name":"fwdbwd"%b}' % parts)

@@ -10,6 +10,7 @@ import msgspec
 
 from tracereader.trace.decoded import decoded_object, printable_text
 from tracereader.trace.document import Event, TraceError
+from tracereader.trace.grouped import totals
 from tracereader.trace.labels import STEP
 from tracereader.trace.slices import Op, Process, Work
 
@@ -76,9 +77,8 @@ def picked(
             f"{path}: launches of several processes ({several}) have the same ids, "
             "so it cannot be known which process launched what; read the trace of each process"
         )
-    activities, ns = Counter(owners), Counter()
-    for one, owner in zip(work, owners, strict=True):
-        ns[owner] += one.dur
+    activities = Counter(owners)
+    ns = totals((owner, one.dur) for one, owner in zip(work, owners, strict=True))
     slices = Counter(op.track[0] for op in ops)
     found = {pid: Process(_name(pid, names), activities[pid], ns[pid] / 1e3, pid in stepping) for pid in hosts}
     order = sorted(hosts, key=lambda pid: (-ns[pid], -activities[pid], pid not in stepping, -slices[pid]))

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, length_between, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
@@ -280,9 +280,7 @@ def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
     """Yield what the program does only once: a step's time of a kind, if no other step has about as much of it."""
     starts = [step.start for step in steps]
     places = [bisect.bisect_right(starts, one.start) for one in found]
-    sums = Counter()
-    for place, one in zip(places, found, strict=True):
-        sums[place, one.what] += one.end - one.start
+    sums = totals(((place, one.what), one.end - one.start) for place, one in zip(places, found, strict=True))
     by_kind = grouped((what, ns) for (_, what), ns in sums.items())
     alike = {what: sorted(some) for what, some in by_kind.items()}
     for place, one in zip(places, found, strict=True):
@@ -296,7 +294,8 @@ def _first_compilations(phases: Sequence[Op], steps: Sequence[Step]) -> list[Op]
     """Return torch.compile's phases in a step that compiles frames for the first time, and none of them again."""
     cold = []
     for step in steps:
-        ids = [found for name, _ in step.by_name() if (found := COMPILE_ID.search(name) or REGION_ID.search(name))]
+        names = {op.name for op in step.walk()}
+        ids = [found for name in names if (found := COMPILE_ID.search(name) or REGION_ID.search(name))]
         again = any(not one[1].endswith("/0") for one in ids)
         if not again and (ids or step is steps[0]):
             cold.append((step.start, step.end))

@@ -323,11 +323,6 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
         places = sorted(chain.from_iterable(some for name, some in self._by_name.items() if wanted(name)))
         return [self._ops[place] for place in places]
 
-    def by_name(self) -> Iterator[tuple[str, list[Op]]]:
-        """Yield each name with the ops and calls of that name, parents first."""
-        for name, places in self._by_name.items():
-            yield name, list(map(self._ops.__getitem__, places))
-
     @property
     def size(self) -> int:
         """Return the number of all ops and calls."""
@@ -493,3 +488,18 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
     # Launches of its graphs that no capture describes, by the reason: see capture.tie.
     untied: Counter = msgspec.field(default_factory=Counter)
+
+    @property
+    def roots(self) -> list[Op]:
+        """Return the outermost slices of the steps, and then those outside of the steps, on every thread."""
+        return [*chain.from_iterable(step.roots for step in self.steps), *self.outside]
+
+    @property
+    def tops(self) -> list[Op]:
+        """Return the outermost slices of every thread, with the annotations around several steps."""
+        found = {}
+        for top in self.roots:
+            while top.parent is not None:
+                top = top.parent
+            found[id(top)] = top
+        return list(found.values())

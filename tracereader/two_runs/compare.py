@@ -1,6 +1,6 @@
 """What a comparison of several runs asks first: their names and devices, and whether their steps compare."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import msgspec
 
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
+from tracereader.trace.grouped import grouped
 from tracereader.two_runs.side import Side
 
 
@@ -16,12 +17,9 @@ def with_like_families(summaries: Sequence[Summary]) -> list[Summary]:
 
     A name alone often does not show whether a kernel computes a product or a convolution, and a replay has no ops.
     """
-    known: dict[str, Counter] = defaultdict(Counter)
-    for summary in summaries:
-        for one in summary.gpu_work:
-            if "::" in one.asked_by:
-                known[one.name][one.family] += 1
-    family_of = {name: families.most_common(1)[0][0] for name, families in known.items()}
+    work = (one for summary in summaries for one in summary.gpu_work)
+    known = grouped((one.name, one.family) for one in work if "::" in one.asked_by)
+    family_of = {name: Counter(families).most_common(1)[0][0] for name, families in known.items()}
     return [
         msgspec.structs.replace(summary, gpu_work=tuple([_of_family(one, family_of) for one in summary.gpu_work]))
         for summary in summaries

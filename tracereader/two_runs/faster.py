@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tracereader.findings.finding import copies_as_noun, counted, family_as_noun, in_one_unit, listed
+from tracereader.trace.grouped import totals
 from tracereader.two_runs import compare
 from tracereader.two_runs.side import Side
 
@@ -284,9 +285,7 @@ def _other_kernels(before: Sequence, after: Sequence) -> str:
 
 def _mostly(rows: Sequence, key: Callable) -> str | None:
     """Return the value of the key that has more than half of these kernels' time; None if no value has."""
-    times = Counter()
-    for one in rows:
-        times[key(one)] += one.us
+    times = totals((key(one), one.us) for one in rows)
     (said, us), *_ = times.most_common(1)
     return said if us > times.total() / 2 else None
 

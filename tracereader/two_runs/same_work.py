@@ -8,6 +8,7 @@ from tracereader.figures.avoidable import LARGEST_RANK, LOWER
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
 from tracereader.trace.families import HEAVY
+from tracereader.trace.grouped import totals
 from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
 from tracereader.trace.op_names import BATCHED, CONVOLUTIONS, PRODUCTS
 from tracereader.two_runs.faster import ALMOST, graphs_launched, share_in_common
@@ -65,15 +66,11 @@ def same_heavy(before: Side, after: Side) -> bool:
     """
     if not on_the_gpu(before, after):
         return same_on_the_cpu(before, after)
-    times = []
-    for side in (before, after):
-        times.append(Counter())
-        for one in side.summary.gpu_work:
-            if one.family in HEAVY:
-                times[-1][one.name] += one.us
+    work = [[one for one in side.summary.gpu_work if one.family in HEAVY] for side in (before, after)]
+    times = [totals((one.name, one.us) for one in some) for some in work]
     shared = [sum(us for name, us in times[here].items() if name in times[1 - here]) for here in (0, 1)]
     same = all(us >= ALMOST * some.total() for us, some in zip(shared, times, strict=True))
-    kernels = [sum(one.family in HEAVY for one in side.summary.gpu_work) for side in (before, after)]
+    kernels = list(map(len, work))
     return same and min(kernels) >= ALMOST * max(kernels) and compiled(before) == compiled(after)
 
 
@@ -137,10 +134,7 @@ def newly_compiled(before: Side, after: Side) -> bool:
 
 def usual_type(side: Side) -> str | None:
     """Return the types with most of the time of products and convolutions, among kernels whose names give types."""
-    times = Counter()
-    for one in heavy(side):
-        if said := one.name_says.get("types"):
-            times[said] += one.us
+    times = totals((said, one.us) for one in heavy(side) if (said := one.name_says.get("types")))
     return max(times, key=times.__getitem__, default=None)
 
 

@@ -1,6 +1,6 @@
 """One run's step, as input of a comparison."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import msgspec
 from tracereader.figures.compiled import graphs_in
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Summary
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.kernel_names import KernelName, decode, short
 from tracereader.trace.labels import COMPILE_ROWS
 
@@ -31,19 +32,13 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def times(self) -> Counter:
         """Return the GPU time by name of kernel, copy or memset."""
-        times = Counter()
-        for one in self.summary.gpu_work:
-            times[one.name] += one.us
-        return times
+        return totals((one.name, one.us) for one in self.summary.gpu_work)
 
     @cached_property
     def work_of(self) -> dict[str, Counter]:
         """Return the names of the GPU work that each op launched, by op; work without an op is left out."""
-        found = defaultdict(Counter)
-        for one in self.summary.gpu_work:
-            if "::" in one.asked_by:
-                found[one.asked_by][one.name] += 1
-        return dict(found)
+        names = grouped((one.asked_by, one.name) for one in self.summary.gpu_work if "::" in one.asked_by)
+        return {op: Counter(some) for op, some in names.items()}
 
     @property
     def peak_bytes(self) -> int | None:
@@ -53,10 +48,10 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def ops(self) -> Counter:
         """Return the ops by name. The names of torch.compile's rows have no hash and no number."""
-        counts = Counter()
-        for name, op in self.summary.cpu.ops.items():
-            counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
-        return counts
+        return totals(
+            (next((row for row in COMPILE_ROWS if name.startswith(row)), name), op.calls)
+            for name, op in self.summary.cpu.ops.items()
+        )
 
     @cached_property
     def graphs(self) -> list[str]:

@@ -5,7 +5,6 @@ these. Times are in µs, shares from 0 to 1.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tracereader.show.text import capitalized
 from tracereader.show.work import attention_in_words, product_in_words
 from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.kernel_names import labels
 from tracereader.trace.processes import some_of
 
@@ -160,9 +160,7 @@ def _time(summary: Summary) -> dict:
 
 def _kernels(summary: Summary) -> list[dict]:
     """Return the GPU activities of all steps by name. Rates are of the reported step, if its sizes are known."""
-    by_name = defaultdict(list)
-    for one in summary.gpu_work:
-        by_name[one.name].append(one)
+    by_name = grouped((one.name, one) for one in summary.gpu_work)
     shown = labels([one.name for one in summary.kernels], NAME_SHOWN)
     return [
         {
@@ -179,9 +177,7 @@ def _kernels(summary: Summary) -> list[dict]:
 def _rates(pieces: Sequence[GpuWork]) -> dict:
     """Return mean rates, weighted by time, over the activities that have one. roof: the limit of most of that time."""
     known = [one for one in pieces if one.of_roof is not None]
-    roofs = defaultdict(float)
-    for one in known:
-        roofs[one.roof] += one.us
+    roofs = totals((one.roof, one.us) for one in known)
     return {
         "tflops": _mean(pieces, "tflops"),
         "gb_s": _mean(pieces, "gb_s"),
@@ -236,11 +232,8 @@ def _summed(root: dict) -> dict:
 
 def _folded(modules: Sequence[dict]) -> list[dict]:
     """Return sibling modules, the largest first, with those of a class that has many below one row."""
-    by_class = defaultdict(list)
-    for one in modules:
-        by_class[NUMBER.sub("", one["name"])].append(one)
     rows = []
-    for name, some in by_class.items():
+    for name, some in grouped((NUMBER.sub("", one["name"]), one) for one in modules).items():
         if len(some) < MANY:
             rows += some
             continue
@@ -256,18 +249,15 @@ def _roofline(summary: Summary) -> dict | None:
     peaks = common_peaks(summary.source.devices) if summary.source.devices else None
     if peaks is None:
         return None
-    equal = defaultdict(list)
-    for one in summary.kernels_of_step:
-        if one.flops and one.bytes_moved and one.tflops:
-            equal[one.name, one.flops, one.bytes_moved].append(one)
+    known = [one for one in summary.kernels_of_step if one.flops and one.bytes_moved and one.tflops]
+    equal = grouped(((one.name, one.flops, one.bytes_moved), one) for one in known)
     shown = labels([one.name for one in summary.kernels], NAME_SHOWN)
-    time = sum(one.us for some in equal.values() for one in some)
     return {
         "peaks": msgspec.to_builtins(peaks),
         "device": summary.source.devices[0],
-        "placed": sum(map(len, equal.values())),
+        "placed": len(known),
         "of": len(summary.kernels_of_step),
-        "placed_us": time,
+        "placed_us": sum(one.us for one in known),
         "summed_us": summary.summed_us,
         "points": [
             {

@@ -1,7 +1,6 @@
 """The figures of a page of one run's ranks: their steps side by side, and who waits for whom."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tracereader.replay import Refused
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
 from tracereader.show.ranks import rank_as_builtins
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.slices import Slice
 
 # With more ranks' parts in collectives than this, the timeline has the collectives of only one step.
@@ -95,10 +94,10 @@ def _heat(summary: RanksSummary) -> dict | None:
     if not summary.steps:
         return None
     times = {(one.rank, step.name): round(step.us, 3) for one in summary.ranks for step in one.steps}
-    waits, communication = Counter(), [*summary.matched, *summary.messages]
-    for one in communication:
-        for rank, us in zip(one.ranks, one.waits_us, strict=True):
-            waits[rank, one.step] += us
+    communication = [*summary.matched, *summary.messages]
+    waits = totals(
+        ((rank, one.step), us) for one in communication for rank, us in zip(one.ranks, one.waits_us, strict=True)
+    )
     ranks = [one.rank for one in summary.ranks]
     waited = [[round(float(waits[rank, name]), 3) for name in summary.steps] for rank in ranks]
     return {

@@ -9,7 +9,6 @@ import re
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from operator import sub
 
 from tracereader.figures.gpu_time import busiest, parts_by_device
@@ -196,7 +195,7 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
     """Return one trace's data, as Packing.packed() does. Times count from the first slice."""
     packing = Packing()
     first = [one.start for one in (*trace.work[:1], *trace.overheads[:1], *trace.inside[:1])]
-    zero = min([*first, *(one.start for one in _tops(trace)), *(one.start for one in trace.spans)], default=0)
+    zero = min([*first, *(one.start for one in trace.tops), *(one.start for one in trace.spans)], default=0)
     zero = min([zero, *(roots[0].start for roots in trace.modules.values() if roots)])
     packing.add_trace(trace, pieces, zero)
     steps = [
@@ -207,19 +206,12 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
     return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": _memory(trace, zero)})
 
 
-def _tops(trace: Trace) -> list[Op]:
-    """Return the outermost slices of all threads, by start."""
-    tops = {}
-    for root in chain((root for step in trace.steps for root in step.roots), trace.outside):
-        while root.parent is not None:  # an annotation around the loop
-            root = root.parent
-        tops[id(root)] = root
-    return sorted(tops.values(), key=lambda one: one.start)
-
-
 def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
     """Yield each thread's title and slices with their depths, by start. A thread's modules come before its calls."""
-    tops = _tops(trace) if steps is None else [root for step in steps for root in step.roots]
+    if steps is None:
+        tops = sorted(trace.tops, key=lambda one: one.start)
+    else:
+        tops = [root for step in steps for root in step.roots]
     for track, some in grouped((top.track, top) for top in tops).items():
         # The walk yields parents first, but a call that outlasts its parent may start after its parent's next sibling.
         rows = sorted(_rows(some), key=lambda row: row[0].start)
