@@ -28,11 +28,16 @@ def file_of(name):
 def test_the_mode_is_proposed_to_be_turned_off_and_the_comparison_sees_it(name, change, capsys):
     one = priced_changes(file_of(name))[change]
     after = summarize(read(file_of(f"{name}_off")))
-    # The traceback of each forward op and the profiler's own time in a call are not counted.
+    # The profiler's own time in a call is not counted.
     assert after.recorded_step_us < 1.05 * one.step_us_after
     assert change not in priced_changes(file_of(f"{name}_off"))
     assert cli.main([str(file_of(name)), str(file_of(f"{name}_off"))]) == 0
     assert f"proposed it ({one.title})" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_measured_saving_of_anomaly_detection_is_in_its_range():
+    low, high = priced_changes(file_of("anomaly"))["anomaly_detection"].estimated_savings
+    assert low < 1 - 4.0 / 16.7 < 1 - 3.7 / 21.4 < high
 
 
 def test_anomaly_detection_checks_each_gradient():

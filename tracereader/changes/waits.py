@@ -1,6 +1,8 @@
 """Changes of what the CPU waits for: synchronizations, and modes for debugging that wait or check."""
 
 from collections import Counter
+from itertools import chain
+from statistics import median_low
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -9,10 +11,12 @@ from tracereader.changes.host import copied, copying, host, waits_in
 from tracereader.changes.opportunity import Proposal
 from tracereader.figures.debugging import blocking_launches, gradient_checks
 from tracereader.figures.phases import in_backward
+from tracereader.figures.training import recording_ops
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
+from tracereader.findings.ops import VIEWS
 from tracereader.replay.changes import without_cpu_time, without_ops, without_waits
-from tracereader.trace import Op
+from tracereader.trace import Op, Step
 from tracereader.trace.labels import LOADER, OPTIMIZER
 from tracereader.trace.op_names import NEED_THE_SIZE, READ_A_VALUE, SELECTS
 from tracereader.two_runs.faster import synchronizations
@@ -98,7 +102,7 @@ def remove_sync(case: Case) -> Proposal | None:
 
 @change(
     "turn anomaly detection off",
-    "forward takes as long as with its tracebacks",
+    "the traceback of each op takes as long as that of a view, which computes nothing",
     followed=halved(lambda side: side.summary.debugging.checked_gradients, same_heavy, by_calls),
     on_cpu=True,
     keys=("no_anomaly_detection",),
@@ -110,12 +114,32 @@ def anomaly_detection(case: Case) -> Proposal | None:
     seen = f"backward checks {counted(checked, 'gradient')} for NaN"
     if case.trace.work:
         seen += " and waits for each result"
+    found, typical = case.in_each_step(_tracebacks)
+    if typical:
+        us = sum(end - start for _, start, end in typical) / 1e3
+        seen += f", and forward records {counted(len(typical), 'traceback')} in about {duration(us)}"
     return Proposal(
-        without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)]),
-        f"{seen}, because anomaly detection is on; it also records a traceback for each op of forward, which this "
-        "saving leaves out",
+        without_cpu_time(
+            without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)]), chain(*found)
+        ),
+        f"{seen}, because anomaly detection is on",
         "torch.autograd.set_detect_anomaly(False), and no torch.autograd.detect_anomaly()",
+        assumed=bool(typical),
+        unrecorded=bool(typical),  # Python makes a traceback
     )
+
+
+def _tracebacks(step: Step) -> list[tuple[tuple, int, int]]:
+    """Return when forward records its tracebacks: at the start of each op that records a node of backward.
+
+    None of them takes longer than the usual view that records one. The list is empty without views.
+    """
+    ops = recording_ops(step)
+    views = [op.dur - sum(below.dur for below in op.children) for op in ops if op.name in VIEWS]
+    if not views:
+        return []
+    usual = median_low(views)
+    return [(op.track, op.start, min(op.children[0].start if op.children else op.end, op.start + usual)) for op in ops]
 
 
 @change(

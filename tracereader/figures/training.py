@@ -171,6 +171,11 @@ def unused_nodes(trace: Trace, step: Step) -> list[Op]:
     return [op for number in sorted(last.keys() - {-1})[:-1] if (op := last[number]).name != "aten::_to_copy"]
 
 
+def recording_ops(step: Step) -> list[Op]:
+    """Return the ops of forward that record a node of backward, the innermost with each of autograd's numbers."""
+    return list({_numbers_of(op).number: op for op in step.walk() if _is_recorded(op) and not in_backward(op)}.values())
+
+
 def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     """Return when no GPU was busy, from the step's start to its end; None without a GPU lane."""
     if not work:
@@ -227,7 +232,7 @@ def recomputed_ops(step: Step) -> list[Op]:
 
 
 def _is_recorded(op: Op) -> bool:
-    """Return whether an op of backward runs with gradients on. Only such ops have a number and no forward."""
+    """Return whether an op runs with gradients on. Of the ops of backward, only such ones have no forward."""
     numbers = _numbers_of(op) if op.kind == "op" else None
     return bool(numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD))
 
