@@ -26,6 +26,7 @@ class CpuWork(msgspec.Struct, frozen=True):
     """One op that computes, with all calls below it. A field is None if the trace does not show it."""
 
     name: str
+    family: str  # matrix product, attention or pointwise
     layer: str | None
     type: str  # of its elements, as torch writes it
     start_us: float  # from the step's start
@@ -36,6 +37,7 @@ class CpuWork(msgspec.Struct, frozen=True):
     tflops: float | None
     bytes_moved: int | None
     least_bytes: int | None  # of factors and result, or the bytes moved
+    gb_s: float | None
     roof: str | None = None  # compute or memory: the limit that it is closer to
     of_roof: float | None = None  # the achieved share of that limit
 
@@ -78,7 +80,7 @@ def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork
     made = _made_of_others(step)
     computing = outermost(
         step.roots,
-        lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _computes(op) and id(op) not in made),
+        lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
     )
     # Ops that a compilation traces compute nothing. An op that calls the CUDA runtime computes on a GPU, whose records
     # may be missing, and returns before the work is done.
@@ -108,9 +110,11 @@ def _made_of_others(step: Step) -> set[int]:
     return found
 
 
-def _computes(op: Op) -> bool:
-    """Return whether an op of this name is a matrix product, attention or pointwise."""
-    return any(op.name in names for names in (MATMULS, ATTENTION, INPUTS)) or WRITTEN_BY_INDUCTOR in op.name
+def _family(op: Op) -> str | None:
+    for names, family in ((MATMULS, "matrix product"), (ATTENTION, "attention"), (INPUTS, "pointwise")):
+        if op.name in names:
+            return family
+    return "pointwise" if WRITTEN_BY_INDUCTOR in op.name else None
 
 
 def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
@@ -120,6 +124,7 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
     flops = shape.flops if shape else None
     return CpuWork(
         name=op.name,
+        family=_family(op),
         layer=next((layers[id(one)] for one in (op, *op.above()) if id(one) in layers), None),
         type=given,
         start_us=(op.start - step_start) / 1e3,
@@ -130,6 +135,7 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
         tflops=flops / op.us / 1e6 if flops and op.dur else None,
         bytes_moved=moved,
         least_bytes=shape.elements * first.item if shape else moved,
+        gb_s=moved / op.us / 1e3 if moved and op.dur else None,
     )
 
 
