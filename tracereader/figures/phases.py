@@ -134,11 +134,12 @@ def backward_of_left_gradients(trace: Trace, step: Step) -> list[Op]:
     the last new gradient is needed for no new one. The list is empty if the step has several passes or one inside
     another, which may add to the gradients of the first, or if the trace does not show how many it has.
     """
-    nodes = sorted(backward_nodes(step), key=lambda op: op.start)
-    giving = [node for node in nodes if node.name == ACCUMULATES]
-    is_one = _is_tied(trace, step) and len(backward_begins(trace, step)) == 1
-    if not is_one or any(in_backward(above) for node in giving for above in node.above()):
+    nodes = sorted(backward_nodes(step), key=lambda op: (op.track, op.start))
+    is_nested = any(one.track == after.track and after.start < one.end for one, after in pairwise(nodes))
+    if is_nested or not _is_tied(trace, step) or len(backward_begins(trace, step)) != 1:
         return []
+    nodes.sort(key=lambda op: op.start)
+    giving = [node for node in nodes if node.name == ACCUMULATES]
     new = [node for node in giving if not any(op.name.startswith("aten::add") for op in node.walk())]
     return [node for node in nodes if node.start > new[-1].start] if new else []
 
