@@ -44,7 +44,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from statistics import median_low
 
 import msgspec
@@ -159,12 +159,16 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         calls = {id(one.launch): one.launch for step in self.trace.steps for one in step.work if one.launch is not None}
         counts: dict[int, int] = defaultdict(int)
         outermost_of: dict[int, int] = {}
-        for key, call in calls.items():
-            above = list(call.above())
-            for op in (call, *above):
-                counts[id(op)] += len(call.work)
-            *_, outermost_op = call, *takewhile(lambda op: op.kind != "label", above)
-            outermost_of[key] = id(outermost_op)
+        for key, op in calls.items():
+            launched, top = len(op.work), key
+            counts[key] += launched
+            while (op := op.parent) is not None and op.kind != "label":
+                top = id(op)
+                counts[top] += launched
+            outermost_of[key] = top
+            while op is not None:
+                counts[id(op)] += launched
+                op = op.parent
         return counts, outermost_of
 
     @cached_property
@@ -544,7 +548,7 @@ class _Recorded:
         launched = [one for one in trace.work if one.launch is not None] if trace.syncs else []
         self.launched = grouped(((one.device, one.track[1]), one) for one in launched)  # by stream, in its order
         for some in self.launched.values():
-            some.sort(key=_launch_start)
+            some.sort(key=lambda one: one.launch.start)
 
     def decides(self, one: Work) -> bool:
         """Whether the records show which activities of other streams this one waited for."""
@@ -592,7 +596,14 @@ class _Recorded:
 
 
 _first_two = operator.itemgetter(0, 1)
-_called, _launch_start = operator.attrgetter("call.start"), operator.attrgetter("launch.start")
+
+
+def _called(sync: Sync) -> int:
+    return sync.call.start
+
+
+def _launch_start(one: Work) -> int:
+    return one.launch.start
 
 
 def _typical(work: Iterable[Work]) -> tuple[int, int]:
