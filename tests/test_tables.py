@@ -1,0 +1,121 @@
+"""Many embedding tables that are looked up one after the other, with a column of indices each."""
+
+import gzip
+import json
+import statistics
+
+import pytest
+import torch
+from references import ROOT
+from test_opportunities import priced_changes
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from tracereader.changes.equal_passes import loops
+from tracereader.trace import read
+
+COLUMNS, WIDTH = 12, 4
+SIZES = [5 + 3 * place for place in range(COLUMNS)]
+INDICES = torch.stack([torch.arange(8) % size for size in SIZES], 1)
+PAIRS = ROOT / "benchmarks/pairs"
+
+
+class Tables(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.tables = nn.ModuleList(kind(size) for size in SIZES)
+
+    def forward(self):
+        return torch.cat([table(self.column(place)) for place, table in enumerate(self.tables)], 1)
+
+    def column(self, place):
+        return INDICES[:, place]
+
+
+class Bags(Tables):
+    def column(self, place):
+        return INDICES[:, place : place + 1]
+
+
+class Words(nn.Module):
+    """The words of a sentence in turn. Each pass needs the one before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.cell = nn.Embedding(50, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self):
+        state = torch.zeros(len(INDICES), WIDTH)
+        for place in range(COLUMNS):
+            state = self.cell(torch.cat([state, self.table(INDICES[:, place])], 1)).relu()
+        return state
+
+
+class Numbers(nn.Module):
+    """Columns of numbers, which are no indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, WIDTH)) for _ in range(COLUMNS))
+
+    def forward(self):
+        x = torch.rand(8, COLUMNS)
+        return sum(F.embedding((x[:, place] * 8).long(), one) for place, one in enumerate(self.weights))
+
+
+def table(size):
+    return nn.Embedding(size, WIDTH)
+
+
+def bag(size):
+    return nn.EmbeddingBag(size, WIDTH)
+
+
+def table_and_layer(size):
+    """What follows the lookup may need another pass's result, as far as the trace shows."""
+    return nn.Sequential(nn.Embedding(size, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: Tables(table), [COLUMNS]),
+        (lambda: Bags(bag), [COLUMNS]),
+        (lambda: Tables(table_and_layer), []),
+        (Words, []),
+        (Numbers, []),
+    ],
+    ids=["tables", "bags", "layers", "words", "numbers"],
+)
+def test_lookups_of_columns_of_indices_do_not_need_each_other(make, found, tmp_path):
+    model, file = make(), tmp_path / "trace.json"
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=1, warmup=1, active=2),
+        record_shapes=True,
+        on_trace_ready=lambda done: done.export_chrome_trace(str(file)),
+    ) as profiler:
+        for _ in range(4):
+            model().sum().backward()
+            profiler.step()
+    trace = read(file)
+    assert [len(loop.starts) for loop in loops(trace, trace.steps[-1])] == found
+
+
+def test_the_lookups_of_a_tabular_model_are_named_and_the_measured_saving_is_in_the_range():
+    """The change also put ten layers of one number each together."""
+    file = PAIRS / "tabular_transformer/base.json.gz"
+    events = [one for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
+    steps = [one for one in events if one["name"].startswith("ProfilerStep#") and one["cat"] == "user_annotation"]
+    step = max(steps, key=lambda one: one["ts"])
+    lookups = [x for x in events if x["name"] == "aten::embedding" and step["ts"] <= x["ts"] < step["ts"] + step["dur"]]
+    one = priced_changes(file)["larger_batch"]
+    assert f"{len(lookups)} passes compute with an embedding table of its own each" in one.evidence
+    assert "one table with the rows of all" in one.how
+    measured = json.loads((PAIRS / "results.json").read_text())["tabular_transformer"]
+    before, after = (
+        statistics.mean(run["median_us"] for run in measured[name]["runs"]) for name in ("base", "one_table")
+    )
+    low, high = one.estimated_savings
+    assert low < 1 - after / before < high
