@@ -6,7 +6,7 @@ A loop makes such passes one after the other: one sample, expert, clip or enviro
 import bisect
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -24,6 +24,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.steps import outermost_named
+from tracereader.findings.ops import VIEWS
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
@@ -37,6 +38,12 @@ ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
+# Each column of indices selects rows of a table of its own. Indices are no results of another pass.
+TABLES, LOOKS_UP, INDICES = (
+    "an embedding table of its own",
+    ("aten::embedding", "aten::embedding_bag"),
+    ("long int", "int"),
+)
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -93,12 +100,17 @@ def larger_batch(case: Case) -> Proposal | None:
     graph = without_work(without_cpu_time(case.graph, spans), gone)
     loop, count = typical[0], sum(len(one.starts) for one in typical)
     each = f" in {len(typical)} loops" if len(typical) > 1 else ""
+    how = (
+        "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
+        "lengths; torch.func.vmap if each needs its own gradient"
+    )
+    if loop.what == TABLES:
+        how = "make one table with the rows of all, and add each column's offset to its indices"
     return Proposal(
         with_durations(graph, case.in_all_steps(us)),
         f"{count} passes{each} compute with {loop.what} each; the GPU is idle for "
         f"{1 - case.summary.busy_share:.0%} of the time",
-        "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
-        "lengths; torch.func.vmap if each needs its own gradient",
+        how,
         assumed=True,
         title="compute equal passes at once",
     )
@@ -189,12 +201,23 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     for (_, name, dim, dims), calls in taken.items():
         for run in _ascending(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            if dim == 0 or (begins and own):
+            if dim and _look_up(step, run):
+                yield from _loop(run, TABLES)
+            elif dim == 0 or (begins and own):
                 if name == COMPARES:
                     yield from _loop(run, "what equals one of several values")
                 else:
                     least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
                     yield from _loop(run, f"one of the {dims[dim]:,} parts of a tensor", least)
+
+
+def _look_up(step: Step, run: Sequence[Op]) -> bool:
+    """Return whether each of these ops takes a column of indices, and nothing follows but a lookup of an embedding."""
+    mine = [op for op in step.outermost if op.track == run[0].track and run[0].start <= op.start < run[-1].start]
+    names = Counter(op.name for op in mine)
+    each = [names[name] for name in LOOKS_UP if name in names]
+    others = names.keys() - {*LOOKS_UP, *VIEWS, "aten::arange"}
+    return not others and each == [len(run) - 1] and run[0].inputs.types[0] in INDICES
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -289,7 +312,7 @@ def double_batch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if loops(case.trace, case.step):
+    if any(loop.what != TABLES for loop in loops(case.trace, case.step)):
         return None  # each sample of a loop has launches of its own
     own = []
     for step in case.steps:

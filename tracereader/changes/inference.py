@@ -97,7 +97,8 @@ def _without_left_gradients(case: Case) -> Proposal | None:
         without_ops(without_cpu_time(case.graph, ends), [node for nodes in found for node in nodes]),
         f"backward adds to {counted(gradients, 'gradient')} that the step before left, in "
         f"{counted(len(typical), 'op')} after all other gradients: no zero_grad() clears them",
-        "torch.no_grad() around the model that is not trained, or requires_grad_(False) for its parameters",
+        "torch.no_grad() around the model that is not trained, or requires_grad_(False) for its parameters, if no later "
+        "step uses these gradients",
         title="compute no gradients of what is not trained",
     )
 
