@@ -88,17 +88,19 @@ def _without_left_gradients(case: Case) -> Proposal | None:
     """Propose to compute no gradients that stay from step to step, if they come last in backward."""
     steps = [step for step in case.trace.steps if backward_nodes(step)]
     # In a step after one that has used and cleared the gradients, these are new.
-    if not steps or not all(backward_of_left_gradients(case.trace, step) for step in steps):
+    if not all(backward_of_left_gradients(case.trace, step) for step in steps):
         return None
     found, typical = case.in_each_step(lambda step: backward_of_left_gradients(case.trace, step))
+    if not typical:
+        return None
     ends = [(nodes[0].track, nodes[0].start, nodes[-1].end) for nodes in found if nodes]
     gradients = sum(node.name == ACCUMULATES for node in typical)
     return Proposal(
         without_ops(without_cpu_time(case.graph, ends), [node for nodes in found for node in nodes]),
         f"backward adds to {counted(gradients, 'gradient')} that the step before left, in "
         f"{counted(len(typical), 'op')} after all other gradients: no zero_grad() clears them",
-        "torch.no_grad() around the model that is not trained, or requires_grad_(False) for its parameters, if no later "
-        "step uses these gradients",
+        "torch.no_grad() around the model that is not trained, or requires_grad_(False) for its parameters, if no "
+        "later step uses these gradients",
         title="compute no gradients of what is not trained",
     )
 
