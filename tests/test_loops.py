@@ -70,7 +70,7 @@ def test_equal_passes_on_slices_are_computed_at_once():
     assert first_of_batch == list(range(24))
     starts = sorted(min(e["ts"] for e in slices if e["args"]["Concrete Inputs"][2] == str(k)) for k in first_of_batch)
     one = priced_changes(file_of("loops/passes"))["larger_batch"]
-    assert one.evidence.startswith("24 passes compute with one of the 24 parts of a tensor each")
+    assert one.evidence.startswith("each of 24 passes computes with one of the 24 parts of a tensor")
     assert one.saves_us == pytest.approx(starts[-1] - starts[0], rel=0.1)
 
 
@@ -158,7 +158,9 @@ def test_a_loop_over_images_is_proposed_as_one_batch():
     events, mark = typical_step("loops/images")
     parts = {e["args"]["Concrete Inputs"][2] for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::select"}
     one = priced_changes(file_of("loops/images"))["larger_batch"]
-    assert one.evidence.startswith(f"{len(parts)} passes compute with one of the {len(parts)} parts of a tensor each")
+    assert one.evidence.startswith(
+        f"each of {len(parts)} passes computes with one of the {len(parts)} parts of a tensor"
+    )
     assert one.how.startswith("if no pass needs another one's result")
     resized = sorted(e["ts"] for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::_upsample_bilinear2d_aa")
     assert one.saves_us == pytest.approx(resized[-1] - resized[0], rel=0.1)

@@ -111,7 +111,7 @@ def test_the_lookups_of_a_tabular_model_are_named_and_the_measured_saving_is_in_
     step = max(steps, key=lambda one: one["ts"])
     lookups = [x for x in events if x["name"] == "aten::embedding" and step["ts"] <= x["ts"] < step["ts"] + step["dur"]]
     one = priced_changes(file)["larger_batch"]
-    assert f"{len(lookups)} passes compute with an embedding table of its own each" in one.evidence
+    assert f"each of {len(lookups)} passes computes with an embedding table of its own" in one.evidence
     assert "one table with the rows of all" in one.how
     measured = json.loads((PAIRS / "results.json").read_text())["tabular_transformer"]
     before, after = (

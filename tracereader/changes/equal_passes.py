@@ -108,7 +108,7 @@ def larger_batch(case: Case) -> Proposal | None:
         how = "make one table with the rows of all, and add each column's offset to its indices"
     return Proposal(
         with_durations(graph, case.in_all_steps(us)),
-        f"{count} passes{each} compute with {loop.what} each; the GPU is idle for "
+        f"each of {count} passes{each} computes with {loop.what}; the GPU is idle for "
         f"{1 - case.summary.busy_share:.0%} of the time",
         how,
         assumed=True,
