@@ -1,6 +1,6 @@
 """Gradients that each step adds to, because nothing clears them. If they come last, their backward is for nothing.
 
-left_gradients.py recorded the traces.
+cpu_programs.py recorded the traces.
 """
 
 import gzip

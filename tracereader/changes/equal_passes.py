@@ -24,7 +24,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.steps import outermost_named
-from tracereader.findings.ops import VIEWS
+from tracereader.findings.ops import NO_VALUES, VIEWS
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
@@ -36,6 +36,7 @@ MOSTLY = 0.5  # of a step's GPU time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
 ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
+AT_ONCE = "compute equal passes at once"
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 # Each column of indices selects rows of a table of its own. Indices are no results of another pass.
@@ -68,7 +69,60 @@ def _follows_larger_batch(before: Side, after: Side) -> bool:
     return len(now) <= LEFT * len(was) and same_flops(was, now)
 
 
-@change("give each launch more work", "no pass needs what another one computes", followed=_follows_larger_batch)
+def at_once_on_the_cpu(case: Case) -> Proposal | None:
+    """Return a proposal to compute equal passes at once, with no GPU.
+
+    What the ops of all passes but the last one compute takes as long at most, and little where small tensors keep the
+    CPU waiting for itself. The lower quartile of their times is taken for the time of the call.
+    """
+    in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
+    if not typical:
+        return None
+    spans, kept = [], []
+    for step, found in zip(case.steps, in_steps, strict=True):
+        for loop in found:
+            removed = loop.starts[0], loop.starts[-1]
+            nodes, _ = _launched_from(case.trace, step, *removed)
+            forward = [op for op in step.outermost if removed[0] <= op.start < removed[1] and not in_backward(op)]
+            for ops, until in ((forward, removed[1]), (nodes, nodes[-1].end if nodes else 0)):
+                kept += [(ops[0].track, until, _computing_us(ops))] if ops else []
+            spans += [(track, *removed) for track in case.graph.threads]
+            spans += _stretches(step, nodes)
+    best = without_cpu_time(case.graph, spans)
+    return Proposal(
+        with_cpu_time(best, kept), _many_passes(typical), _how(typical[0]), assumed=True, title=AT_ONCE, most=best
+    )
+
+
+def _computing_us(calls: Sequence[Op]) -> float:
+    """Return the self time (µs) of ops that compute, without what each of them takes at least."""
+    below = (op for call in calls for op in call.walk())
+    computing = (op for op in below if op.name.startswith("aten::") and op.name not in NO_VALUES)
+    own = sorted(op.dur - sum(one.dur for one in op.children) for op in computing)
+    least = own[len(own) // 4] if own else 0
+    return sum(max(0, ns - least) for ns in own) / 1e3
+
+
+def _many_passes(found: Sequence[Loop]) -> str:
+    each = f" in {len(found)} loops" if len(found) > 1 else ""
+    return f"each of {sum(len(one.starts) for one in found)} passes{each} computes with {found[0].what}"
+
+
+def _how(loop: Loop) -> str:
+    if loop.what == TABLES:
+        return "make one table with the rows of all, and add each column's offset to its indices"
+    return (
+        "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
+        "lengths; torch.func.vmap if each needs its own gradient"
+    )
+
+
+@change(
+    "give each launch more work",
+    "no pass needs what another one computes",
+    followed=_follows_larger_batch,
+    on_cpu=at_once_on_the_cpu,
+)
 def larger_batch(case: Case) -> Proposal | None:
     """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded.
 
@@ -91,28 +145,19 @@ def larger_batch(case: Case) -> Proposal | None:
             if join is not None and join.name in JOINS:
                 spans.append((join.track, loop.end, following[0].start if following else join.end))
                 gone += join.work_below()
-            spans += [(op.track, op.start, op.end) for op in nodes]
+            spans += _stretches(step, nodes)
     us = {}
     measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
     for loop in typical:
         _, work = _launched_from(case.trace, case.step, loop.starts[-1], loop.end)
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     graph = without_work(without_cpu_time(case.graph, spans), gone)
-    loop, count = typical[0], sum(len(one.starts) for one in typical)
-    each = f" in {len(typical)} loops" if len(typical) > 1 else ""
-    how = (
-        "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
-        "lengths; torch.func.vmap if each needs its own gradient"
-    )
-    if loop.what == TABLES:
-        how = "make one table with the rows of all, and add each column's offset to its indices"
     return Proposal(
         with_durations(graph, case.in_all_steps(us)),
-        f"each of {count} passes{each} computes with {loop.what}; the GPU is idle for "
-        f"{1 - case.summary.busy_share:.0%} of the time",
-        how,
+        f"{_many_passes(typical)}; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time",
+        _how(typical[0]),
         assumed=True,
-        title="compute equal passes at once",
+        title=AT_ONCE,
     )
 
 
@@ -145,6 +190,17 @@ def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list
     ]
 
 
+def _stretches(step: Step, nodes: Sequence[Op]) -> list[tuple[tuple, int, int]]:
+    """Return when these nodes of backward run, with the time between those that follow each other."""
+    wanted, found, last = {id(node) for node in nodes}, [], None
+    for node in sorted(backward_nodes(step), key=_start):
+        if id(node) in wanted:
+            begins = found.pop()[1] if last is not None and last.track == node.track else node.start
+            found.append((node.track, begins, node.end))
+        last = node if id(node) in wanted else None
+    return found
+
+
 def _allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
 
@@ -159,7 +215,7 @@ def _allowed(trace: Trace, step: Step) -> list[Loop]:
     return [
         loop
         for loop in found
-        if (work := _launched_from(trace, step, loop.starts[-1], loop.end)[1])
+        if ((work := _launched_from(trace, step, loop.starts[-1], loop.end)[1]) or not trace.work)
         and not any(map(is_communication, work))
         and not any(loop.starts[0] <= time < loop.starts[-1] for time in (*apart, *norms))
         and not _recurs(step, loop)
@@ -199,7 +255,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
         if place is not None and (op.parent is None or op.parent.kind != "op") and not in_backward(op):
             taken[op.track, op.name, dim, tuple(op.inputs.dims[0])].append((place, op))
     for (_, name, dim, dims), calls in taken.items():
-        for run in _ascending(calls):
+        for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
             if dim and _look_up(step, run):
                 yield from _loop(run, TABLES)
@@ -260,8 +316,9 @@ def _over_copies(step: Step) -> Iterator[Loop]:
 
 
 def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return how many activities are launched in each of these spans (ns)."""
-    starts = sorted(one.launch.start for one in step.work if one.launch is not None) if spans else []
+    """Return how many activities are launched in each of these spans (ns); of a step without them, how many ops."""
+    calls = (one.launch for one in step.work if one.launch is not None) if step.work else step.outermost
+    starts = sorted(one.start for one in calls) if spans else []
     return [bisect.bisect(starts, end) - bisect.bisect(starts, start) for start, end in spans]
 
 
@@ -285,8 +342,14 @@ def _part(op: Op) -> tuple[int, int | None]:
     return int(dim), int(place)
 
 
-def _ascending(calls: Sequence[tuple[int, Op]]) -> Iterator[list[Op]]:
-    """Yield the calls that take other parts than the ones before them, from the first part to the last one."""
+def _taken_in_turn(calls: Sequence[tuple[int, Op]]) -> Iterator[list[Op]]:
+    """Yield the calls that take other parts than the ones before them, from the first part to the last one.
+
+    If no part is taken twice, their order does not matter: samples are drawn in a random one.
+    """
+    if len({place for place, _ in calls}) == len(calls):
+        yield [op for _, op in calls]
+        return
     run, last = [], -1
     for place, op in calls:
         if place < last:

@@ -1,8 +1,8 @@
-"""Programs whose backward computes gradients that nothing clears, or that only look so. Each returns its step.
+"""Small programs with one known weakness, and others that only look so. Each function returns a program's step.
 
-    python tests/left_gradients.py
+    python tests/cpu_programs.py [FOLDER …]
 
-records three steps of each on a CPU with nothing else to do, into tests/traces/cpu/left_gradients.
+records three steps of each on a CPU with nothing else to do, into the folders of tests/traces/cpu.
 """
 
 import gzip
@@ -20,9 +20,9 @@ def mlp(*sizes):
     return nn.Sequential(*[nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(sizes)])
 
 
-def head_alone(learns):
+def head_alone(weak):
     """Only a head is trained, and the model before it is not told so."""
-    body, head, x = mlp(64, 256, 256, 64).requires_grad_(learns), nn.Linear(64, 4), torch.randn(32, 64)
+    body, head, x = mlp(64, 256, 256, 64).requires_grad_(weak), nn.Linear(64, 4), torch.randn(32, 64)
     optimizer = torch.optim.AdamW(head.parameters())
 
     def step():
@@ -33,13 +33,13 @@ def head_alone(learns):
     return step
 
 
-def teacher(learns):
+def teacher(weak):
     """A student learns from a teacher of the same sizes."""
     student, old, x = mlp(64, 256, 64), mlp(64, 256, 64), torch.randn(32, 64)
     optimizer = torch.optim.SGD(student.parameters(), 0.01, momentum=0.9)
 
     def step():
-        with torch.set_grad_enabled(learns):
+        with torch.set_grad_enabled(weak):
             target = old(x)
         loss = (student(x) - target).pow(2).mean()
         optimizer.zero_grad()
@@ -49,9 +49,9 @@ def teacher(learns):
     return step
 
 
-def condition(learns):
+def condition(weak):
     """An encoder that is not trained gives a model its condition."""
-    encoder, model = mlp(64, 256, 256, 64).requires_grad_(learns), nn.Bilinear(64, 64, 8)
+    encoder, model = mlp(64, 256, 256, 64).requires_grad_(weak), nn.Bilinear(64, 64, 8)
     optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(32, 64)
 
     def step():
@@ -121,9 +121,52 @@ def every_second_step():
     return step
 
 
-# Their models without an optimizer learn or do not: see the argument of each.
-UNUSED = (head_alone, teacher, condition)
-USED = (loss_network, accumulation, shared_layer, every_second_step)
+def sample_loop(weak):
+    """The loss of each sample is computed by itself, in a random order."""
+    model, x, y = mlp(64, 128, 128, 8), torch.randn(256, 64), torch.randint(0, 8, (256,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+
+    def step():
+        rows = torch.randperm(256)[:24]
+        optimizer.zero_grad()
+        if weak:
+            each = [nn.functional.cross_entropy(model(x[row][None]), y[row][None]) for row in rows.tolist()]
+            loss = sum(each) / len(each)
+        else:
+            loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def tables(weak):
+    """Each of many columns of categories has its own embedding."""
+    sizes, width = [50 + 37 * place % 400 for place in range(24)], 16
+    rows = torch.stack([torch.randint(0, size, (256,)) for size in sizes], 1)
+    apart = nn.ModuleList(nn.Embedding(size, width) for size in sizes)
+    together, starts = nn.Embedding(sum(sizes), width), torch.tensor([0, *sizes[:-1]]).cumsum(0)
+    head = nn.Linear(width * len(sizes), 1)
+    used = apart if weak else together
+    optimizer = torch.optim.SGD([*used.parameters(), *head.parameters()], 0.01, foreach=True)
+
+    def step():
+        if weak:
+            words = torch.cat([table(rows[:, place]) for place, table in enumerate(apart)], 1)
+        else:
+            words = together(rows + starts).flatten(1)
+        optimizer.zero_grad()
+        head(words).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+# By folder, the programs that have the weakness unless they are told otherwise, and those that do not have it.
+PROGRAMS = {
+    "left_gradients": ((head_alone, teacher, condition), (loss_network, accumulation, shared_layer, every_second_step)),
+    "equal_passes": ((sample_loop, tables), ()),
+}
 
 
 def record(step, file):
@@ -141,16 +184,18 @@ def record(step, file):
     file.unlink()
 
 
-def main():
-    folder = Path(__file__).parent / "traces/cpu/left_gradients"
-    folder.mkdir(exist_ok=True)
+def main(names):
     torch.set_num_threads(1)
-    for program in UNUSED:
-        record(program(True), folder / f"{program.__name__}.json")
-        record(program(False), folder / f"{program.__name__}_without.json")
-    for program in USED:
-        record(program(), folder / f"{program.__name__}.json")
+    for name in names or PROGRAMS:
+        folder = Path(__file__).parent / "traces/cpu" / name
+        folder.mkdir(exist_ok=True)
+        weak, others = PROGRAMS[name]
+        for program in weak:
+            record(program(True), folder / f"{program.__name__}.json")
+            record(program(False), folder / f"{program.__name__}_without.json")
+        for program in others:
+            record(program(), folder / f"{program.__name__}.json")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])
