@@ -27,7 +27,6 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.grouped import grouped
-from tracereader.trace.labels import INDUCTORS_CALL
 
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
@@ -156,14 +155,10 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         if open_ends := self._of_any_cpu_time:
             least, most = (step_us_at(graph, one.factor) for one in open_ends)
             return open_ends if most - least > ROUGHLY * most else ()
-        if self.estimates or not self._may_be_lengthened:
+        if self.estimates or not (self.trace.has_steps and may_lengthen(self.summary)):
             return self.estimates
         on_cpu, on_gpu = graph.lanes_us
         return self._with_less_cpu_time if on_cpu > on_gpu else ()
-
-    @cached_property
-    def _may_be_lengthened(self) -> bool:
-        return self.trace.has_steps and may_lengthen(self.summary)
 
     @cached_property
     def _with_less_cpu_time(self) -> tuple[Unprofiled, ...]:
@@ -195,11 +190,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def activities(self) -> list[Entry]:
         """Return the GPU activities of the typical step."""
         return list(zip(self.step.work, self.summary.gpu_work, self.step.asking, strict=True))
-
-    @cached_property
-    def calls_inductor(self) -> bool:
-        """Return whether the trace has calls of Inductor's code."""
-        return self.has(lambda name: name.startswith(INDUCTORS_CALL))
 
     @cached_property
     def in_flex(self) -> dict[int, Op]:

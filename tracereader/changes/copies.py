@@ -238,14 +238,14 @@ def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
     return [run for run in runs if len(run) >= MANY_COPIES]
 
 
-def _launch_graphs(*sides: Side) -> bool:
-    return all(side.summary.launches_graphs for side in sides)
-
-
 @change(
     "give the CUDA graph its inputs in place",
     "inputs stay where they are, or are written where the graph reads them",
-    followed=halved(us_of(lambda one: one.asked_by == COPIES_INPUTS), same_heavy, _launch_graphs),
+    followed=halved(
+        us_of(lambda one: one.asked_by == COPIES_INPUTS),
+        same_heavy,
+        lambda *sides: all(side.summary.launches_graphs for side in sides),
+    ),
     needs=CUDA_OR_HIP,
 )
 def static_inputs(case: Case) -> Proposal | None:

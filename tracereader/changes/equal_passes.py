@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import attrgetter
 from statistics import median_high
 
@@ -25,6 +25,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.steps import outermost_named
 from tracereader.findings.ops import NO_VALUES, VIEWS
+from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
@@ -36,7 +37,6 @@ MOSTLY = 0.5  # of a step's GPU time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
 ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
-AT_ONCE = "compute equal passes at once"
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 # Each column of indices selects rows of a table of its own. Indices are no results of another pass.
@@ -89,9 +89,7 @@ def at_once_on_the_cpu(case: Case) -> Proposal | None:
             spans += [(track, *removed) for track in case.graph.threads]
             spans += _stretches(step, nodes)
     best = without_cpu_time(case.graph, spans)
-    return Proposal(
-        with_cpu_time(best, kept), _many_passes(typical), _how(typical[0]), assumed=True, title=AT_ONCE, most=best
-    )
+    return _proposed(with_cpu_time(best, kept), typical, most=best)
 
 
 def _computing_us(calls: Sequence[Op]) -> float:
@@ -103,17 +101,21 @@ def _computing_us(calls: Sequence[Op]) -> float:
     return sum(max(0, ns - least) for ns in own) / 1e3
 
 
-def _many_passes(found: Sequence[Loop]) -> str:
+def _proposed(graph: Graph, found: Sequence[Loop], more: str = "", most: Graph | None = None) -> Proposal:
     each = f" in {len(found)} loops" if len(found) > 1 else ""
-    return f"each of {sum(len(one.starts) for one in found)} passes{each} computes with {found[0].what}"
-
-
-def _how(loop: Loop) -> str:
-    if loop.what == TABLES:
-        return "make one table with the rows of all, and add each column's offset to its indices"
-    return (
+    how = (
         "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
         "lengths; torch.func.vmap if each needs its own gradient"
+    )
+    if found[0].what == TABLES:
+        how = "make one table with the rows of all, and add each column's offset to its indices"
+    return Proposal(
+        graph,
+        f"each of {sum(len(one.starts) for one in found)} passes{each} computes with {found[0].what}{more}",
+        how,
+        assumed=True,
+        title="compute equal passes at once",
+        most=most,
     )
 
 
@@ -152,13 +154,8 @@ def larger_batch(case: Case) -> Proposal | None:
         _, work = _launched_from(case.trace, case.step, loop.starts[-1], loop.end)
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     graph = without_work(without_cpu_time(case.graph, spans), gone)
-    return Proposal(
-        with_durations(graph, case.in_all_steps(us)),
-        f"{_many_passes(typical)}; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time",
-        _how(typical[0]),
-        assumed=True,
-        title=AT_ONCE,
-    )
+    idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
+    return _proposed(with_durations(graph, case.in_all_steps(us)), typical, idle)
 
 
 def _batched_us(case: Case, one: GpuWork, count: int) -> float:
@@ -192,13 +189,10 @@ def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list
 
 def _stretches(step: Step, nodes: Sequence[Op]) -> list[tuple[tuple, int, int]]:
     """Return when these nodes of backward run, with the time between those that follow each other."""
-    wanted, found, last = {id(node) for node in nodes}, [], None
-    for node in sorted(backward_nodes(step), key=_start):
-        if id(node) in wanted:
-            begins = found.pop()[1] if last is not None and last.track == node.track else node.start
-            found.append((node.track, begins, node.end))
-        last = node if id(node) in wanted else None
-    return found
+    wanted = {id(node) for node in nodes}
+    runs = groupby(sorted(backward_nodes(step), key=_start), lambda node: (id(node) in wanted, node.track))
+    stretches = [list(run) for (is_wanted, _), run in runs if is_wanted]
+    return [(run[0].track, run[0].start, run[-1].end) for run in stretches]
 
 
 def _allowed(trace: Trace, step: Step) -> list[Loop]:

@@ -167,7 +167,8 @@ def graph_as_it_is(case: Case) -> Proposal | None:
         if found := _graphs_between_reads(case, waits):
             return found
         here = list(waits_before_a_launch(case, case.steps))
-        if not many or not all(map(_is_in_compiled_model, filter(reads_a_value, here))):
+        in_regions = (any(one.name.startswith(REGION) for one in op.above()) for op in filter(reads_a_value, here))
+        if not many or not all(in_regions):
             return None  # what an eager program reads may be its result
         return _without_waits(case, here, _graph_of_step)
     if many:
@@ -614,11 +615,6 @@ def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
     times = sum(map(bool, by_step[1:]))
     seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
     return f"the CPU waits in {listed(f'{name} {how_often(count)}' for name, count in names.most_common(3))}{seldom}"
-
-
-def _is_in_compiled_model(call: Op) -> bool:
-    """Return whether a model that was passed to torch.compile makes this call."""
-    return any(above.name.startswith(REGION) for above in call.above())
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:

@@ -46,7 +46,8 @@ LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of image
 def _follows_align_shapes(before: Side, after: Side) -> bool:
     """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (single_products(side) for side in (before, after))
-    odd = [sum(map(_is_odd, some)) for some in (was, now)]
+    sizes = ([(one.product.m, one.product.k, one.product.n) for one in some] for some in (was, now))
+    odd = [sum(any(size % 8 and size > 64 for size in one) for one in some) for some in sizes]
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and same_flops(was, now)
 
 
@@ -95,10 +96,6 @@ def align_shapes(case: Case) -> Proposal | None:
         assumed=True,
         title=f"pad {padded}",
     )
-
-
-def _is_odd(one: GpuWork) -> bool:
-    return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))
 
 
 def _converts(one: GpuWork) -> bool:

@@ -193,11 +193,8 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
     that time is only estimated, the middle of the estimated savings decides the order.
     """
     worth = [one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one))]
-    return tuple(sorted(worth, key=_place))
-
-
-def _place(one: Opportunity) -> tuple[float, float]:
-    return -one.likely_share * (CONDITIONAL if one.conditional else 1), -one.saves_us
+    likely = {id(one): one.likely_share * (CONDITIONAL if one.conditional else 1) for one in worth}
+    return tuple(sorted(worth, key=lambda one: (-likely[id(one)], -one.saves_us)))
 
 
 class Unprofiled(msgspec.Struct, frozen=True):

@@ -138,10 +138,9 @@ def backward_of_left_gradients(trace: Trace, step: Step) -> list[Op]:
     is_nested = any(one.track == after.track and after.start < one.end for one, after in pairwise(nodes))
     if is_nested or not _is_tied(trace, step) or len(backward_begins(trace, step)) != 1:
         return []
-    nodes.sort(key=lambda op: op.start)
-    giving = [node for node in nodes if node.name == ACCUMULATES]
-    new = [node for node in giving if not any(op.name.startswith("aten::add") for op in node.walk())]
-    return [node for node in nodes if node.start > new[-1].start] if new else []
+    giving = (node for node in nodes if node.name == ACCUMULATES)
+    new = [node.start for node in giving if not any(op.name.startswith("aten::add") for op in node.walk())]
+    return [node for node in nodes if node.start > max(new)] if new else []
 
 
 def in_backward(op: Op) -> bool:

@@ -195,6 +195,8 @@ def _built(
         # The marks come first, so that a call as long as its step lies inside it.
         ops = marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
         spans = [one for one in spans if not one.name.startswith(STEP)]
+    elif marks:
+        _clip_at_the_stop(ops, max(marks, key=_start))
     roots = _nest(ops)
     _nest(overheads)
     for some in (work, inside):
@@ -500,6 +502,15 @@ def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tup
     """Return the names of the devices with work; their numbers if the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
+
+
+def _clip_at_the_stop(ops: list[Op], last: Op) -> None:
+    """End the annotations that the last step leaves open at its end, if nothing follows: the profiler stops in them."""
+    here = [op for op in ops if op.track == last.track and op is not last]
+    if all(op.start < last.end for op in here):
+        for op in here:
+            if op.kind == "label" and last.start <= op.start and last.end < op.end:
+                op.dur = last.end - op.start
 
 
 def _names_of_processes(events: list[Event | None]) -> Iterator[str]:
