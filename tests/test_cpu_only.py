@@ -120,6 +120,24 @@ def test_the_comparison_sees_that_the_change_was_made(before, change, after, cap
     assert "proposed it" not in capsys.readouterr().out
 
 
+def test_an_annotation_in_which_the_profiler_stops_ends_with_the_last_step(tmp_path):
+    """Where a step ends with its optimizer's, the last Optimizer.step lasts until the profiler has stopped."""
+    marks = raw_steps(raw_events(file_of("adamw_forloop")))
+    last = max(marks, key=lambda one: one["ts"])
+
+    def with_the_stop(events):
+        for one in events:
+            if one["name"].startswith("Optimizer.step#") and last["ts"] <= one["ts"] < end(last):
+                one["dur"] += 50_000
+
+    file = edited(file_of("adamw_forloop"), tmp_path, with_the_stop)
+    whole, stopped = read(file_of("adamw_forloop")), read(file)
+    assert all(op.end <= step.end for step in stopped.steps for op in step.walk())
+    names = [[op.name for op in trace.steps[-1].walk()] for trace in (whole, stopped)]
+    assert names[0] == names[1] and any(name.startswith("Optimizer.step#") for name in names[0])
+    assert priced_changes(file).keys() == priced_changes(file_of("adamw_forloop")).keys()
+
+
 def test_a_run_of_another_program_follows_no_proposal():
     sides = {name: Side(summarize(read(file_of(name)))) for pair in PAIRS for name in (pair[0], pair[2])}
     mlp = ("adamw", "anomaly")  # two pairs of one program
@@ -272,6 +290,6 @@ def test_a_wait_for_the_loader_is_the_headline_and_a_part_of_the_step(name, caps
     share = sum(e["dur"] for e in loads) / mark["dur"]
     assert cli.main([str(path), "--only", "short,cpu"]) == 0
     said = capsys.readouterr().out
-    assert f"CPU only. The step waits for the DataLoader's next batch for {share:.0%} of its time" in said
+    assert f"CPU only. The recorded step waits for the DataLoader's batch for {share:.0%} of its time" in said
     table = said.partition("where the step goes")[2]
     assert sum(map(float, re.findall(r"(\d+\.\d)%", table))) == pytest.approx(100, abs=0.6)

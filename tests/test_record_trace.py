@@ -69,6 +69,36 @@ def calls_in_each_step(trace, name):
 # Without a program.
 
 
+ALLOCATES = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"): sys.exit(77)
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+libc.mallinfo2.restype, libc.malloc.restype = Info, ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+names = {}
+exec(compile(open(sys.argv[1]).read(), "recording", "exec"), names)
+if sys.argv[2] == "kept": names["keep_thresholds"]()
+libc.free(libc.malloc(16 << 20))
+before = libc.mallinfo2().hblks
+libc.malloc(8 << 20)
+print(libc.mallinfo2().hblks - before)
+"""
+
+
+@pytest.mark.parametrize(("how", "mapped"), [("kept", "1"), ("as usual", "0")])
+def test_a_large_buffer_of_the_profiler_does_not_change_the_allocator(how, mapped):
+    """glibc maps a block above its threshold. A larger mapped one that is freed raises it, unless it is kept."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", ALLOCATES, str(INSIDE / "recording.py"), how]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    if done.returncode == 77:
+        pytest.skip("no glibc")
+    assert done.stdout.strip() == mapped, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "flag"),
     [

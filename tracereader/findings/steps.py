@@ -208,7 +208,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     step_us = summary.chosen.cpu_us
     loading = summary.training.loading
     if loading is not None and loading.share > MUCH_WAITING:
-        return "cpu-only", f"the step waits for the DataLoader's next batch for {loading.share:.0%} of its time"
+        return "cpu-only", f"the recorded step waits for the DataLoader's batch for {loading.share:.0%} of its time"
     known = (one for one in summary.cpu.cpu_work if one.of_roof is not None)
     for (near, roof), ops in grouped(((one.of_roof >= NEAR_THE_ROOF, one.roof), one) for one in known).items():
         us = covered_us(ops)

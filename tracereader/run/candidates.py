@@ -203,7 +203,7 @@ def _compiled(key: str, title: str, mode: str | None = None) -> Candidate:
         _compile(mode),
         group="compile",
         compiles=True,
-        other_numbers="compiled code draws other random numbers",
+        other_numbers="compiled code may draw other random numbers, and rounds otherwise",
         often=mode != "max-autotune",
     )
 

@@ -329,8 +329,9 @@ def _announcement(session: Session, first: Run) -> str:
         return "none of the changes applies to this program"
     number = 2 * len(session.alone) + 3
     most = int(session.left_s / max(first.seconds, 1))
+    runs = f"{number} runs or more" if number < most else f"About {most} runs"
     return (
-        f"a run takes about {first.seconds:.0f} s. About {min(number, most)} runs follow: as it is, and in turn with "
+        f"a run takes about {first.seconds:.0f} s. {runs} follow: as it is, and in turn with "
         f"each of {len(session.alone)} changes ({titles}). Then those that help run together."
     )
 

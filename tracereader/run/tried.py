@@ -212,7 +212,7 @@ def _sentences(
     lines = []
     if nothing and measured:
         all_ran = not session.failures and all(one.why != NO_TIME for one in session.skipped)
-        who = "Nothing helps: no change" if all_ran else "None of the changes that ran"
+        who = "Nothing helps: no change" if all_ran and noise <= NOISY else "None of the changes that ran"
         lines.append(f"{who} saves more than the noise and 1% of the step.")
     elif nothing:
         lines.append("No change was measured.")

@@ -444,7 +444,7 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
     )
     shown = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))[: view.most(RATES_SHOWN)]
     if shown:
-        out.print("[bold]sizes and rates of the costliest ops[/bold]")
+        out.print("[bold]sizes and rates of the costliest products, attention and pointwise ops[/bold]")
     types = len({one.type for one in summary.cpu.cpu_work if one.type}) > 1
     for calls in shown:
         paragraph(out, plain(_rates(calls, types)), "  ", "    ")
