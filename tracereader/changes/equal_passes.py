@@ -40,11 +40,8 @@ ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 # Each column of indices selects rows of a table of its own. Indices are no results of another pass.
-TABLES, LOOKS_UP, INDICES = (
-    "an embedding table of its own",
-    ("aten::embedding", "aten::embedding_bag"),
-    ("long int", "int"),
-)
+TABLES, LOOKS_UP = "an embedding table of its own", ("aten::embedding", "aten::embedding_bag")
+INDICES = {"long int", "int"}
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -72,8 +69,8 @@ def _follows_larger_batch(before: Side, after: Side) -> bool:
 def at_once_on_the_cpu(case: Case) -> Proposal | None:
     """Return a proposal to compute equal passes at once, with no GPU.
 
-    What the ops of all passes but the last one compute takes as long at most, and little where small tensors keep the
-    CPU waiting for itself. The lower quartile of their times is taken for the time of the call.
+    The computation in all passes but the last one takes at most as long as now, and hardly any time if the tensors are
+    small. The lower quartile of the ops' times is taken for the time of a call, which computes nothing.
     """
     in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
     if not typical:
@@ -267,7 +264,7 @@ def _look_up(step: Step, run: Sequence[Op]) -> bool:
     names = Counter(op.name for op in mine)
     each = [names[name] for name in LOOKS_UP if name in names]
     others = names.keys() - {*LOOKS_UP, *VIEWS, "aten::arange"}
-    return not others and each == [len(run) - 1] and run[0].inputs.types[0] in INDICES
+    return not others and each == [len(run) - 1] and INDICES.issuperset(run[0].inputs.types[:1] or [""])
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
