@@ -3,22 +3,20 @@
 cpu_programs.py recorded the traces.
 """
 
-import gzip
-import json
-
 import pytest
+from raw_events import raw_steps
 from references import ROOT
-from test_opportunities import priced_changes
+from test_graph_changes import in_step
+from test_opportunities import priced_changes, raw_events
 
 GIVES = "torch::autograd::AccumulateGrad"
 NODE = "autograd::engine::evaluate_function: "
 FOLDER = ROOT / "tests/traces/cpu/left_gradients"
 
 
-def events_of_each_step(file):
-    events = [one for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
-    steps = [one for one in events if one["name"].startswith("ProfilerStep#")]
-    return [[one for one in events if inside(one, step)] for step in steps]
+def ops_of_each_step(file):
+    events = raw_events(file)
+    return [in_step(events, mark, "cpu_op") for mark in raw_steps(events)]
 
 
 def inside(one, outer):
@@ -28,7 +26,7 @@ def inside(one, outer):
 @pytest.mark.parametrize("program", ["head_alone", "teacher", "condition"])
 def test_a_model_that_is_not_trained_needs_no_backward(program):
     file, spent = FOLDER / f"{program}.json.gz", []
-    for events in events_of_each_step(file):
+    for events in ops_of_each_step(file):
         giving = [one for one in events if one["name"] == GIVES]
         adding = [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
         new = max(one["ts"] for one in giving if one not in adding)
@@ -45,7 +43,7 @@ def test_a_model_that_is_not_trained_needs_no_backward(program):
 def test_gradients_that_are_used_are_not_called_left(program):
     """Raw events: each of these programs also adds to gradients, after new ones or before them."""
     file = FOLDER / f"{program}.json.gz"
-    events = [one for step in events_of_each_step(file) for one in step]
+    events = [one for step in ops_of_each_step(file) for one in step]
     giving = [one for one in events if one["name"] == GIVES]
     assert any(one["name"] == "aten::add_" and inside(one, node) for one in events for node in giving)
     assert "no_autograd" not in priced_changes(file)

@@ -4,24 +4,12 @@ Without the profiler, on the same machine, the sample loop took 2.17 ms a step, 
 0.74, and 0.36 as one table.
 """
 
-import gzip
-import json
-
 import pytest
-from raw_events import raw_steps
 from references import ROOT
-from test_opportunities import priced_changes
+from test_cpu_only import middle_step
+from test_opportunities import priced_changes, raw_events
 
 FOLDER = ROOT / "tests/traces/cpu/equal_passes"
-NODE = "autograd::engine::evaluate_function: "
-
-
-def ops_of_the_middle_step(file):
-    events = [one for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
-    step = sorted(raw_steps(events), key=lambda one: one["dur"])[1]
-    return step, [
-        one for one in events if step["ts"] <= one["ts"] < step["ts"] + step["dur"] and one["cat"] == "cpu_op"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +21,7 @@ def ops_of_the_middle_step(file):
 )
 def test_the_passes_are_counted_and_at_least_the_time_between_their_ops_is_saved(program, op, evidence):
     file = FOLDER / f"{program}.json.gz"
-    step, ops = ops_of_the_middle_step(file)
+    step, ops = middle_step(raw_events(file))
     calls = sorted((one for one in ops if one["name"] == op), key=lambda one: one["ts"])
     proposal = priced_changes(file)["larger_batch"]
     assert proposal.evidence == evidence.format(len(calls))
@@ -52,6 +40,6 @@ def test_the_passes_are_counted_and_at_least_the_time_between_their_ops_is_saved
 def test_less_is_said_than_the_change_saves(program):
     """The last pass's ops stay, and each parameter's update. So does the program without the weakness."""
     proposal = priced_changes(FOLDER / f"{program}.json.gz")["larger_batch"]
-    without, _ = ops_of_the_middle_step(FOLDER / f"{program}_without.json.gz")
+    without, _ = middle_step(raw_events(FOLDER / f"{program}_without.json.gz"))
     assert without["dur"] < proposal.step_us_after < 0.85 * proposal.step_us
     assert "larger_batch" not in priced_changes(FOLDER / f"{program}_without.json.gz")

@@ -1,16 +1,17 @@
 """Many embedding tables that are looked up one after the other, with a column of indices each."""
 
-import gzip
 import json
 import statistics
 
 import pytest
 import torch
+from cpu_programs import record
+from raw_events import raw_steps
 from references import ROOT
-from test_opportunities import priced_changes
+from test_graph_changes import in_step
+from test_opportunities import priced_changes, raw_events
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from tracereader.changes.equal_passes import loops
 from tracereader.trace import read
@@ -89,27 +90,18 @@ def table_and_layer(size):
     ids=["tables", "bags", "layers", "words", "numbers"],
 )
 def test_lookups_of_columns_of_indices_do_not_need_each_other(make, found, tmp_path):
-    model, file = make(), tmp_path / "trace.json"
-    with profile(
-        activities=[ProfilerActivity.CPU],
-        schedule=schedule(wait=1, warmup=1, active=2),
-        record_shapes=True,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(file)),
-    ) as profiler:
-        for _ in range(4):
-            model().sum().backward()
-            profiler.step()
-    trace = read(file)
+    model = make()
+    record(lambda: model().sum().backward(), tmp_path / "trace.json")
+    trace = read(tmp_path / "trace.json.gz")
     assert [len(loop.starts) for loop in loops(trace, trace.steps[-1])] == found
 
 
 def test_the_lookups_of_a_tabular_model_are_named_and_the_measured_saving_is_in_the_range():
     """The change also put ten layers of one number each together."""
     file = PAIRS / "tabular_transformer/base.json.gz"
-    events = [one for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
-    steps = [one for one in events if one["name"].startswith("ProfilerStep#") and one["cat"] == "user_annotation"]
-    step = max(steps, key=lambda one: one["ts"])
-    lookups = [x for x in events if x["name"] == "aten::embedding" and step["ts"] <= x["ts"] < step["ts"] + step["dur"]]
+    events = raw_events(file)
+    ops = in_step(events, raw_steps(events)[-1], "cpu_op")
+    lookups = [one for one in ops if one["name"] == "aten::embedding"]
     one = priced_changes(file)["larger_batch"]
     assert f"each of {len(lookups)} passes computes with an embedding table of its own" in one.evidence
     assert "one table with the rows of all" in one.how

@@ -41,7 +41,6 @@ COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 # Each column of indices selects rows of a table of its own. Indices are no results of another pass.
 TABLES, LOOKS_UP = "an embedding table of its own", ("aten::embedding", "aten::embedding_bag")
-INDICES = {"long int", "int"}
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -78,13 +77,12 @@ def at_once_on_the_cpu(case: Case) -> Proposal | None:
     spans, kept = [], []
     for step, found in zip(case.steps, in_steps, strict=True):
         for loop in found:
-            removed = loop.starts[0], loop.starts[-1]
-            nodes, _ = _launched_from(case.trace, step, *removed)
-            forward = [op for op in step.outermost if removed[0] <= op.start < removed[1] and not in_backward(op)]
-            for ops, until in ((forward, removed[1]), (nodes, nodes[-1].end if nodes else 0)):
+            removed, nodes, _ = _all_but_the_last(case, step, loop)
+            spans += removed
+            inside = (op for op in step.outermost if loop.starts[0] <= op.start < loop.starts[-1])
+            forward = [op for op in inside if not in_backward(op)]
+            for ops, until in ((forward, loop.starts[-1]), (nodes, nodes[-1].end if nodes else 0)):
                 kept += [(ops[0].track, until, _computing_us(ops))] if ops else []
-            spans += [(track, *removed) for track in case.graph.threads]
-            spans += _stretches(step, nodes)
     best = without_cpu_time(case.graph, spans)
     return _proposed(with_cpu_time(best, kept), typical, most=best)
 
@@ -136,15 +134,13 @@ def larger_batch(case: Case) -> Proposal | None:
     spans, gone = [], []
     for step, found in zip(case.steps, in_steps, strict=True):
         for loop in found:
-            removed = loop.starts[0], loop.starts[-1]
-            spans += [(track, *removed) for track in case.graph.threads]
-            nodes, work = _launched_from(case.trace, step, *removed)
+            removed, _, work = _all_but_the_last(case, step, loop)
+            spans += removed
             gone += work
             join, *following = [op for op in step.outermost if op.start >= loop.end][:2] or [None]
             if join is not None and join.name in JOINS:
                 spans.append((join.track, loop.end, following[0].start if following else join.end))
                 gone += join.work_below()
-            spans += _stretches(step, nodes)
     us = {}
     measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
     for loop in typical:
@@ -184,12 +180,17 @@ def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list
     ]
 
 
-def _stretches(step: Step, nodes: Sequence[Op]) -> list[tuple[tuple, int, int]]:
-    """Return when these nodes of backward run, with the time between those that follow each other."""
+def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tuple, int, int]], list[Op], list[Work]]:
+    """Return when all passes but the last one take CPU time, their nodes of backward, and the work of both.
+
+    The time between nodes that follow each other is theirs, too.
+    """
+    nodes, work = _launched_from(case.trace, step, loop.starts[0], loop.starts[-1])
     wanted = {id(node) for node in nodes}
     runs = groupby(sorted(backward_nodes(step), key=_start), lambda node: (id(node) in wanted, node.track))
-    stretches = [list(run) for (is_wanted, _), run in runs if is_wanted]
-    return [(run[0].track, run[0].start, run[-1].end) for run in stretches]
+    in_turn = [list(run) for (is_wanted, _), run in runs if is_wanted]
+    spans = [(track, loop.starts[0], loop.starts[-1]) for track in case.graph.threads]
+    return spans + [(run[0].track, run[0].start, run[-1].end) for run in in_turn], nodes, work
 
 
 def _allowed(trace: Trace, step: Step) -> list[Loop]:
@@ -264,7 +265,7 @@ def _look_up(step: Step, run: Sequence[Op]) -> bool:
     names = Counter(op.name for op in mine)
     each = [names[name] for name in LOOKS_UP if name in names]
     others = names.keys() - {*LOOKS_UP, *VIEWS, "aten::arange"}
-    return not others and each == [len(run) - 1] and INDICES.issuperset(run[0].inputs.types[:1] or [""])
+    return not others and each == [len(run) - 1] and {"long int", "int"}.issuperset(run[0].inputs.types[:1] or [""])
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
