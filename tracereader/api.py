@@ -93,10 +93,7 @@ class Run:
             pages.write(self._page(), str(file), force)
 
     def rows(self, table: str = "kernels") -> list[dict]:
-        """Return a table, of which pandas, polars and pyarrow make theirs: kernels, ops, steps or opportunities.
-
-        Raises ValueError if there is no such table.
-        """
+        """Return kernels, ops, steps or opportunities as rows, which pandas and others take. Raises ValueError."""
         if table not in TABLES:
             raise ValueError(f"no table {table!r}; there are {', '.join(TABLES)}")
         return [

@@ -27,6 +27,7 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.grouped import grouped
+from tracereader.trace.labels import INDUCTORS_CALL
 
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
@@ -190,6 +191,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def activities(self) -> list[Entry]:
         """Return the GPU activities of the typical step."""
         return list(zip(self.step.work, self.summary.gpu_work, self.step.asking, strict=True))
+
+    @cached_property
+    def calls_inductor(self) -> bool:
+        """Return whether the trace has calls of Inductor's code."""
+        return self.has(lambda name: name.startswith(INDUCTORS_CALL))
 
     @cached_property
     def in_flex(self) -> dict[int, Op]:

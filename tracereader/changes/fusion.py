@@ -236,7 +236,7 @@ def _between_calls(
 
 
 def _is_in_compiled_code(case: Case, op: Op | None) -> bool:
-    return op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
+    return case.calls_inductor and op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
 
 
 def _more_kernels(op: Op, kernels: int) -> int:

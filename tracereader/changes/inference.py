@@ -86,9 +86,8 @@ def last_logits(case: Case) -> Proposal | None:
 
 def _without_left_gradients(case: Case) -> Proposal | None:
     """Propose to compute no gradients that stay from step to step, if they come last in backward."""
-    steps = [step for step in case.trace.steps if backward_nodes(step)]
     # In a step after one that has used and cleared the gradients, these are new.
-    if not all(backward_of_left_gradients(case.trace, step) for step in steps):
+    if not all(backward_of_left_gradients(case.trace, step) for step in case.trace.steps if backward_nodes(step)):
         return None
     found, typical = case.in_each_step(lambda step: backward_of_left_gradients(case.trace, step))
     if not typical:

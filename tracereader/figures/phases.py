@@ -127,6 +127,7 @@ def added_gradients(step: Step) -> list[Op]:
     return sorted((op for node in nodes for op in node.children if op.name == "aten::add_"), key=lambda op: op.start)
 
 
+@kept_by_step
 def backward_of_left_gradients(trace: Trace, step: Step) -> list[Op]:
     """Return the nodes of backward that only add to gradients which the step before left, after all other ones.
 

@@ -80,7 +80,8 @@ class Changes:
                 for one in unused:
                     one.requires_grad_(False)
                     one.grad = None
-        self._outermost, self._optimizers = [], []
+        self._outermost.clear()
+        self._optimizers.clear()
 
     def _skip_guards(self):
         """Let compiled code run without checks whether it fits its inputs. torch raises an error if it must compile."""
