@@ -185,6 +185,64 @@ def test_replays_of_a_graph_end_steps_only_if_nothing_else_does():
     assert ended == ["optimizer"] * 5 + ["graph"] * 3
 
 
+def in_threads(count, function):
+    threads = [threading.Thread(target=function) for _ in range(count)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
+def test_the_first_steps_of_several_threads_claim_the_process_once(tmp_path):
+    """A second claim of the same process fails, which would end all recording."""
+    session, claims = inside("session").Session.__new__(inside("session").Session), []
+
+    def claim():
+        claims.append(time.sleep(0.2))
+        return len(claims) == 1
+
+    session.over, session.claimed, session.claim, session.lock = False, None, claim, threading.Lock()
+    session.made, session.roams, session.result, session.elsewhere = None, False, {"recorded": 4}, 0
+    session.work = types.SimpleNamespace(ended=lambda: None)
+    in_threads(2, session.step_ended)
+    assert (claims, session.claimed, session.over) == ([None], True, False)
+
+
+def test_the_steps_of_another_thread_are_not_counted_in_the_fast_way_either():
+    measuring = inside("measuring").Measuring(types.SimpleNamespace())
+    measuring.begin()
+    quick, taken = measuring.quickly(), []
+    in_threads(1, lambda: taken.append(quick()))
+    assert (taken, quick(), len(measuring.marks)) == ([False], True, 2)
+
+
+def test_modules_of_a_thread_that_calls_while_another_ones_watch_is_hidden_end_no_steps_for_long():
+    """An outermost call hides the watch from compiled code. Another thread then shows an inner call first."""
+
+    class Module:
+        def __call__(self, then):
+            return then()
+
+        def parameters(self):
+            return iter([1])
+
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace(), nn=types.SimpleNamespace(Module=Module))
+    steps = inside("steps").Steps(torch, lambda: None)
+    steps.usual_call = Module.__call__
+    steps._watch_modules(Module)
+    outer, inner = Module(), Module()
+    seen = []
+
+    def call_both():
+        seen.append(Module.__call__ is steps.usual_call)
+        outer(lambda: inner(lambda: None))
+
+    outer(call_both)  # one thread: hidden
+    in_threads(1, call_both)
+    outer(lambda: in_threads(1, call_both))
+    assert seen == [True, False, False] and inner not in steps.modules.seen
+
+
 def test_calls_between_two_backward_passes_are_one_step_where_parameters_are_changed_by_hand():
     ended = []
     steps = inside("steps").Steps(types.SimpleNamespace(_C=types.SimpleNamespace()), lambda: ended.append(calls))
@@ -737,6 +795,7 @@ def test_steps_of_several_threads_are_not_taken_for_those_of_one(tmp_path):
     found, traces = recorded(tmp_path, code, "--continue")
     (trace,) = traces.values()
     assert set(calls_in_each_step(trace, "aten::linear")) != {0}
+    assert trace["unprofiled_step_us"] > 1000  # one thread sleeps for so long between two steps
     assert "other threads made" in found.stderr and "have one thread make all" in found.stderr
 
 

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import sys
+import threading
 import time
 
 STEADY = 4  # so many steps are compared with as many before them
@@ -129,16 +130,21 @@ class Measuring:
         return self.marks[-1] - self.marks[0] < shortest * min(1.0, self.least / USUAL)
 
     def quickly(self):
-        """Return a function that takes the end of a step and returns True, or returns False where ended() has to do it.
+        """Return a function that takes the end of a step of this thread and returns True.
+
+        It returns False where ended() has to do it.
 
         It does no more than it has to, because each of its lines takes several times as long where the program's work
         fills the caches.
         """
-        append, clock = self.marks.append, time.perf_counter
+        append, clock, thread_of = self.marks.append, time.perf_counter, threading.get_ident
+        thread = thread_of()
         left = self._until_asked()
 
         def quick():
             nonlocal left
+            if thread_of() != thread:  # other threads make steps, too
+                return False
             left -= 1
             if left:
                 append(clock())

@@ -107,7 +107,7 @@ class Recording:
         session = self.session
         self.phase = TIMING
         self.measuring.begin(self.trace is None)
-        if session.local_world_size == 1 and session.made is None:
+        if session.local_world_size == 1 and session.made is None and not session.roams:
             session.steps.hasten(self.measuring.quickly())
 
     def _timed(self, count, again):

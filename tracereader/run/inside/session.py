@@ -121,8 +121,10 @@ class Session:
             return
         thread = threading.current_thread()
         if self.claimed is None:
-            self.thread = thread  # no number of it: a later thread may get the same one
-            self.claimed = self.claim()
+            with self.lock:  # several threads may end their first step now
+                if self.claimed is None:
+                    self.thread = thread  # no number of it: a later thread may get the same one
+                    self.claimed = self.claim()
             if not self.claimed:
                 self.finish()
         if not self.claimed:

@@ -15,6 +15,7 @@ WAIT_CALLS, WAIT_S = 64, 20  # after these, calls of modules count even if there
 REPLAYS = 4  # of one CUDA graph without another end of a step: the graph holds the whole step
 PARAMETERLESS = 8  # so many calls of modules without parameters before they count
 NO_BACKWARD = -1  # the number of the backward pass outside of any
+SEVERAL = -1  # threads call modules
 OTHERS = 512  # calls of other objects without one that ends a step: the program has gone on to something else
 
 
@@ -72,6 +73,7 @@ class Steps:
         self.busy = _Busy()
         self.classes, self.module_undo = set(), []
         self.module_calls = 0
+        self.caller = None  # the number of the thread that calls modules, or SEVERAL
         self.with_parameters = weakref.WeakKeyDictionary()
         self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
         self.since_backward = None  # calls of modules since the latest backward pass; None before the first one
@@ -227,7 +229,8 @@ class Steps:
                     return run(module, *args, **kwargs)
                 fast.clear()
             busy.inside = True
-            hidden = usual and kind.__call__ is __call__  # a program may keep our method after we have left
+            # A program may keep our method after we have left.
+            hidden = usual and self._one_thread_calls() and kind.__call__ is __call__
             if hidden:
                 kind.__call__ = usual
             try:
@@ -245,6 +248,12 @@ class Steps:
         __call__.__wrapped__ = call
         back = self._patch(kind, "__call__", __call__)
         self.module_undo.append(back)
+
+    def _one_thread_calls(self):
+        """Return whether one thread has made all calls of modules so far: what it hides, the others do not find."""
+        thread = threading.get_ident()
+        self.caller = thread if self.caller in (None, thread) else SEVERAL
+        return self.caller == thread
 
     def _forget_modules(self):
         for back in self.module_undo:
