@@ -800,6 +800,18 @@ def test_steps_of_several_threads_are_not_taken_for_those_of_one(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_task_of_asyncio_that_ends_the_program_prints_nothing(tmp_path):
+    code = (
+        f"{LOOP.replace('optimizer =', '# ')}import asyncio\nasync def serve():\n    try:\n"
+        "        while True: model(torch.ones(2, 8)); await asyncio.sleep(0)\n    finally: print('cleaned up')\n"
+        "async def main(): serving = asyncio.create_task(serve()); await asyncio.sleep(600)\nasyncio.run(main())"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, len(traces)) == (0, "cleaned up\n", 1)
+    assert found.stderr.startswith("record-trace: 4 steps") and found.stderr.count("\n") == 1
+
+
+@pytest.mark.exhaustive
 def test_a_command_that_ends_before_its_steps_is_told_to_wait(tmp_path):
     code = f"{LOOP}import time\nread, write = os.pipe()\nif os.fork(): os.read(read, 1); os._exit(0)\n"
     found, traces = recorded(tmp_path, f"{code}{STEP}; os.write(write, b'x'); time.sleep(9)")

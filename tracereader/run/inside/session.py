@@ -1,6 +1,7 @@
 """One process of the program: whether it is measured, what all ranks do at the same step, and its result."""
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -238,6 +239,8 @@ class Session:
         outcomes = sys.modules.get("_pytest.outcomes")
         if outcomes is not None and "PYTEST_CURRENT_TEST" in os.environ:
             raise outcomes.Exit("the steps are measured", 0)
+        with contextlib.suppress(Exception):  # asyncio prints what a task raised and nobody asked for
+            sys.modules["asyncio"].current_task().add_done_callback(lambda task: task.cancelled() or task.exception())
         raise SystemExit(0)
 
     def at_exit(self):
