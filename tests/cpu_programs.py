@@ -162,10 +162,84 @@ def tables(weak):
     return step
 
 
+def parts(tensor, dim, weak):
+    return [tensor.select(dim, place) for place in range(tensor.shape[dim])] if weak else tensor.unbind(dim)
+
+
+def recurrence(weak):
+    """A recurrent layer is written by hand."""
+    into, hidden, x = nn.Linear(32, 128), nn.Linear(32, 128), torch.randn(16, 24, 32)
+    optimizer = torch.optim.SGD([*into.parameters(), *hidden.parameters()], 0.01, foreach=True)
+
+    def step():
+        h = c = x.new_zeros(16, 32)
+        for one in parts(into(x), 1, weak):
+            i, f, o, u = (one + hidden(h)).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * u.tanh()
+            h = o.sigmoid() * c.tanh()
+        optimizer.zero_grad()
+        h.square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def scan(weak):
+    """A state decays from one time step to the next."""
+    decay, added, x = nn.Linear(32, 32), nn.Linear(32, 128), torch.randn(4, 40, 32)
+    optimizer = torch.optim.SGD([*decay.parameters(), *added.parameters()], 0.01, foreach=True)
+
+    def step():
+        keeps = decay(x).sigmoid()[..., None]
+        adds = added(x).view(4, 40, 32, 4)
+        state, states = torch.zeros(4, 32, 4), []
+        for keep, add in zip(parts(keeps, 1, weak), parts(adds, 1, weak), strict=True):
+            state = keep * state + add
+            states.append(state)
+        optimizer.zero_grad()
+        torch.stack(states, 1).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def heads(weak):
+    """The heads of an attention layer are computed one after the other."""
+    into, out, x = nn.Linear(64, 192), nn.Linear(64, 64), torch.randn(4, 32, 64)
+    optimizer = torch.optim.SGD([*into.parameters(), *out.parameters()], 0.01, foreach=True)
+
+    def step():
+        q, k, v = (parts(one, 2, weak) for one in into(x).view(4, 32, 3, 8, 8).unbind(2))
+        found = [(a @ b.mT).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)]
+        optimizer.zero_grad()
+        out(torch.cat(found, -1)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def first_tokens():
+    """Each layer's output is indexed once, so that there is nothing to unbind."""
+    layers, x = nn.ModuleList(mlp(32, 32) for _ in range(8)), torch.randn(8, 16, 32)
+    optimizer = torch.optim.SGD(layers.parameters(), 0.01, foreach=True)
+
+    def step():
+        h, found = x, 0
+        for layer in layers:
+            h = layer(h)
+            found = found + h[:, 0]
+        optimizer.zero_grad()
+        found.square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
 # By folder, the programs that have the weakness unless they are told otherwise, and those that do not have it.
 PROGRAMS = {
     "left_gradients": ((head_alone, teacher, condition), (loss_network, accumulation, shared_layer, every_second_step)),
     "equal_passes": ((sample_loop, tables), ()),
+    "indices": ((recurrence, scan, heads), (first_tokens,)),
 }
 
 

@@ -158,6 +158,25 @@ def test_one_worker_needs_as_long_for_a_batch_as_the_main_process():
     assert "num_workers=1 or more" in one.how and "pin_memory" not in one.how
 
 
+@pytest.mark.parametrize(("added_us", "is_explained"), [(5, True), (25, False)])
+def test_time_that_the_profiler_does_not_explain_may_be_that_of_any_op(added_us, is_explained, tmp_path, capsys):
+    """A change of adamw_forloop removes calls, and what recording added may lie in them, or outside."""
+    document = json.loads(gzip.decompress(file_of("adamw_forloop").read_bytes()))
+    step_us = middle_step(document["traceEvents"])[0]["dur"]
+    calls = sum(e.get("cat") == "cpu_op" for e in document["traceEvents"]) / 3
+    known = document["unprofiled_step_us"] = step_us - added_us * calls
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(document))
+    one = priced_changes(file)["fused_optimizer"]
+    assert cli.main([str(file)]) == 0
+    said = "which the profiler's own work does not explain" in " ".join(capsys.readouterr().out.split())
+    assert said == (one.estimated_savings is not None) == (not is_explained)
+    if said:
+        low, high = one.estimated_savings
+        assert low == pytest.approx(max(0, one.saves_us - step_us + known) / known - 0.02, abs=0.02)
+        assert high == pytest.approx(min(1, one.saves_us / known + 0.02), abs=0.001)
+
+
 def add_a_launch(events):
     (mark, *_) = raw_steps(events)
     events.append(mark | {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": mark["ts"] + 1, "dur": 1})

@@ -766,7 +766,7 @@ def color_clusters(change):
 PROGRAMS = {
     beam_search: {"half": "half_precision", "texts_x2": ("double_batch", 2), "static_cache": ""},
     heat_equation: {"one_gradient": "", "at_once": "larger_batch", "graph": "cuda_graph", "tf32": "tf32"},
-    state_space_scan: {"unbind": "", "doubling": "", "graph": "cuda_graph", "bf16": "half_precision"},
+    state_space_scan: {"unbind": "unbind", "doubling": "", "graph": "cuda_graph", "bf16": "half_precision"},
     few_shot_sines: {"at_once": "larger_batch", "first_order": "", "fused": "fused_optimizer", "graph": "cuda_graph"},
     distilled_student: {"no_grad": "no_autograd", "tf32": "tf32", "bf16": "half_precision",
                         "fused": "fused_optimizer"},

@@ -411,7 +411,7 @@ PROGRAMS = {
     padded_encoder: {"no_mask": "no_mask_tensor"},
     nucleus_sampling: {"topk": "largest_first"},
     item_embeddings: {"sparse": "sparse_gradients", "fused": "fused_optimizer"},
-    loop_optimizer: {"foreach": ""},
+    loop_optimizer: {"foreach": "update_graph"},
     clip_tagger: {"read_later": "remove_sync"},
     pooled_texts: {"at_once": "larger_batch"},
     expert_layers: {"at_once": "larger_batch"},

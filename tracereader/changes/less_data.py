@@ -1,4 +1,4 @@
-"""Changes after which kernels read and write less: sparse gradients of tables, and no sort of all values."""
+"""Changes after which less is read and written: sparse gradients, no sort of all values, no gradient for each index."""
 
 import math
 
@@ -7,12 +7,14 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.equal_passes import IS_INDEX
 from tracereader.changes.opportunity import Proposal
-from tracereader.findings.finding import counted, duration
+from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
-from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER
-from tracereader.two_runs.same_work import halved, same_products
+from tracereader.trace.grouped import grouped
+from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, OPTIMIZER
+from tracereader.trace.op_names import ADDS
+from tracereader.two_runs.same_work import halved, same_heavy, same_products
 from tracereader.two_runs.side import Side
 
 DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward")
@@ -20,6 +22,8 @@ DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_
 ROWS_FOR_EACH = 50
 SORTS, LARGEST = "aten::sort", "aten::topk"
 LEAST_SORTED = 16_384  # values in a row
+INDEX_BACKWARD = "aten::select_backward"
+MANY_PARTS = 4  # of one tensor that are taken by their indices
 
 
 def _follows_sparse_gradients(before: Side, after: Side) -> bool:
@@ -112,3 +116,54 @@ def largest_first(case: Case) -> Proposal | None:
         "if only the largest values matter (top-p, top-k), call torch.topk with a few hundred first",
         assumed=True,
     )
+
+
+@change(
+    "unbind the tensor that a loop indexes",
+    "one op makes the whole gradient",
+    followed=halved(
+        lambda side: side.ops[INDEX_BACKWARD],
+        same_heavy,
+        lambda before, after: after.ops["aten::unbind"] > before.ops["aten::unbind"],
+    ),
+    on_cpu=True,
+)
+def unbind(case: Case) -> Proposal | None:
+    """Return a proposal to take all parts of a tensor at once, whose backward is one op.
+
+    The backward of each index makes a gradient of the whole tensor, which is zero but for one part, and adds it to the
+    others'. The first one of each tensor stays in the place of that op.
+    """
+    in_steps, typical = case.in_each_step(_indexed)
+    if not typical:
+        return None
+    added = [(op, sizes) for op, sizes in typical if _adds(op)]
+    whole = listed(dict.fromkeys(sizes.strip("[]").replace(", ", " x ") for _, sizes in added))
+    return Proposal(
+        without_ops(case.graph, [op for some in in_steps for op, _ in some if _adds(op)]),
+        f"for each of {len(added):,} indices, backward makes a gradient of the whole tensor ({whole}) and adds it: "
+        f"{duration(sum(op.dur for op, _ in added) / 1e3)} of CPU time",
+        "for part in tensor.unbind(dim) instead of tensor[:, i] in the loop",
+        assumed=True,
+    )
+
+
+def _indexed(step: Step) -> list[tuple[Op, str]]:
+    """Return the backward of each index into a tensor of which many parts are taken so, and the tensor's sizes."""
+    found = []
+    for op in step.named(INDEX_BACKWARD.__eq__):
+        node = next((above for above in op.above() if above.name.startswith(AUTOGRAD)), None)
+        if node is not None and len(op.inputs.concrete) > 3:
+            _, sizes, dim, index = op.inputs.concrete[:4]
+            found.append(((str(sizes), str(dim)), (index, node)))
+    return [
+        (node, sizes)
+        for (sizes, _), some in grouped(found).items()
+        if len({index for index, _ in some}) >= MANY_PARTS
+        for _, node in some
+    ]
+
+
+def _adds(node: Op) -> bool:
+    """Return whether a node of backward adds its gradient to another one."""
+    return any(op.name in ADDS for op in node.children)

@@ -114,11 +114,13 @@ def priced(
     unprofiled: "Unprofiled | None" = None,
     estimates: "Sequence[Unprofiled]" = (),
     error: float = 0.0,
+    unexplained_us: float = 0.0,
 ) -> Opportunity | None:
     """Return the opportunity of a proposal; None without a proposal.
 
     name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates_after().
-    error: of the step after the change, as a share of it.
+    error: of the step after the change, as a share of it. unexplained_us: see recording.py; all of it, or nothing, may
+    lie in what the change removes.
     """
     if proposal is None:
         return None
@@ -139,6 +141,11 @@ def priced(
         spread = ends = [max(0.0, one) for one in ends]
         if ends and not unprofiled.is_middle:
             without = unprofiled.step_us * (1 - sum(ends) / 2)
+        elif unexplained_us:
+            spread = [
+                max(0.0, min(1.0, us / unprofiled.step_us)) for us in (before - after - unexplained_us, before - after)
+            ]
+            without = unprofiled.step_us * (1 - sum(spread) / 2)
         elif error and not ends:  # the measured step is one process's
             spread = [1 - without / unprofiled.step_us]
     if proposal.most is not None:

@@ -14,6 +14,8 @@ from tracereader.findings.steps import WORDS
 # all). The least cost is therefore that of ops and launches only.
 EACH_CALL_US = (1.0, 7.9)
 MOST_TIMES = 3.5
+# A step on the CPU that takes this many times as long while it is recorded is much slower.
+SLOWED = 1.5
 # The share of a step on the CPU from which on it computes much with CPU tensors itself.
 COMPUTES_MUCH = 0.25
 # Recording matters to a step that is not overhead-bound from these shares of its time on: what recording adds on the
@@ -91,6 +93,12 @@ def unprofiled(summary: Summary) -> str:
     """
     if is_idle_less(summary):
         return IDLE_LESS
+    if lost := unexplained_us(summary):
+        times = summary.recorded_step_us / (summary.recorded_step_us - lost)
+        return (
+            f"Recording makes the step {times:.1f} times as long, which the profiler's own work does not "
+            "explain: shares of it may be far off. A recording without shapes is often closer."
+        )
     if summary.waits_for != "overhead":
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us
@@ -105,6 +113,19 @@ def unprofiled(summary: Summary) -> str:
         f"Recording makes such a step longer. Without the profiler it takes an estimated {took}, of which the GPU is "
         f"busy {duration(busy)}: {may}."
     )
+
+
+def unexplained_us(summary: Summary) -> float:
+    """Return how much longer (µs) recording made a step on the CPU, if the cost of recorded calls does not explain it.
+
+    It may lie in any op. A profiler that records shapes keeps a small part of each tensor, which can keep glibc from
+    using a freed tensor's memory again: each large tensor then has new memory, and the ops that fill it take four times
+    as long. It is 0 with a GPU, and if the run did not measure its step without the profiler.
+    """
+    known, recorded = summary.unprofiled_step_us, summary.recorded_step_us
+    if known is None or summary.gpu_us or summary.chosen is None or recorded < SLOWED * known:
+        return 0.0
+    return recorded - known if recorded - known > _costs_us(summary)[1] else 0.0
 
 
 def measured(busy_us: float, step_us: float) -> str:
