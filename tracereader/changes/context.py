@@ -25,7 +25,7 @@ from tracereader.findings.recording import (
 )
 from tracereader.replay import Graph
 from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
-from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import INDUCTORS_CALL
 
@@ -285,9 +285,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         for (work, _), calls in zip(groups, launching_only(self.graph, [work for work, _ in groups]), strict=True):
             for track, ops in grouped((op.track, op) for op in calls).items():
                 spans.append((track, min(op.start for op in ops), max(op.end for op in ops)))
-            first = min(
-                (one.launch for one in work if one.launch is not None), key=lambda call: call.start, default=None
-            )
+            first = min((one.launch for one in work if one.launch is not None), key=start_of, default=None)
             if first is not None:
                 added.append((first.track, first.start, cpu_us))
         return with_cpu_time(without_cpu_time(fused(self.graph, groups), spans), added)

@@ -9,7 +9,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from operator import attrgetter
 from statistics import median_high
 
 import msgspec
@@ -27,7 +26,7 @@ from tracereader.figures.steps import outermost_named
 from tracereader.findings.ops import NO_VALUES, VIEWS
 from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
-from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.two_runs.same_work import LEFT, products, same_flops
@@ -45,7 +44,6 @@ IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
 GATES = ("aten::tanh", "aten::sigmoid")
-_start = attrgetter("start")
 
 
 class Loop(msgspec.Struct, frozen=True):
@@ -187,7 +185,7 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
     """
     nodes, work = _launched_from(case.trace, step, loop.starts[0], loop.starts[-1])
     wanted = {id(node) for node in nodes}
-    runs = groupby(sorted(backward_nodes(step), key=_start), lambda node: (id(node) in wanted, node.track))
+    runs = groupby(sorted(backward_nodes(step), key=start_of), lambda node: (id(node) in wanted, node.track))
     in_turn = [list(run) for (is_wanted, _), run in runs if is_wanted]
     spans = [(track, loop.starts[0], loop.starts[-1]) for track in case.graph.threads]
     return spans + [(run[0].track, run[0].start, run[-1].end) for run in in_turn], nodes, work
@@ -373,7 +371,7 @@ def double_batch(case: Case) -> Proposal | None:
     for step in case.steps:
         launches = [one.launch for one in step.work if one.launch is not None]
         for one in (*host(step).computing, *host(step).pauses):
-            follows = min((call for call in launches if call.start >= one.end), key=_start, default=None)
+            follows = min((call for call in launches if call.start >= one.end), key=start_of, default=None)
             own += [(follows.track, follows.start, one.us)] if follows else []
     if own and summary.communication is not None:
         return None  # a pause may be a wait for other ranks

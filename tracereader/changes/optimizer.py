@@ -1,7 +1,5 @@
 """Changes of the optimizer and of the code beside it: how many calls update the parameters."""
 
-from operator import attrgetter
-
 from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
@@ -10,7 +8,7 @@ from tracereader.figures.phases import added_gradients
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import fused, spans_of, with_cpu_time, without_cpu_time, without_ops
-from tracereader.trace import Op, Step
+from tracereader.trace import Op, Step, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
 from tracereader.trace.op_names import FILLS
@@ -19,7 +17,6 @@ from tracereader.two_runs.side import Side
 
 # A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
-_start = attrgetter("start")
 # From so many gradients on, setting each to zero is worth a look.
 MANY_ZEROED = 8
 # The optimizers that have a fused form on a CPU, which reads and writes each tensor less often than a loop.
@@ -76,13 +73,13 @@ def fused_optimizer(case: Case) -> Proposal | None:
         updating = [label for label in labels(step, tuple(fuses)) if label.name in fuses]
         took = [_optimizer_us(case, step, fused) for fused in (False, True)] if updating else []
         for label in updating:
-            if work := sorted(label.work_below(), key=_start):
+            if work := sorted(label.work_below(), key=start_of):
                 by_op = totals((one.name, one.us) for one in work)
                 # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
                 groups.append((work, 2 * by_op.most_common(1)[0][1]))
                 updates.append((label, took[fuses[label.name]]))
     named = [f"{one.faster} {one.name}" for one in loops]
-    launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
+    launches = [(min((one.launch for one in update.work_below()), key=start_of), us) for update, us in updates]
     graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
     return Proposal(
         with_cpu_time(graph, [(first.track, first.start, us) for first, us in launches]),
@@ -149,7 +146,5 @@ def no_gradients(case: Case) -> Proposal | None:
 
 def _zeroed(step: Step) -> list[Op]:
     """Return the ops in zero_grad() that set a gradient to zero, in order."""
-    return sorted(
-        (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_"),
-        key=lambda op: op.start,
-    )
+    zeroed = (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_")
+    return sorted(zeroed, key=start_of)

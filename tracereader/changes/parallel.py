@@ -3,7 +3,6 @@
 import bisect
 from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
-from operator import attrgetter
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -13,7 +12,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration
 from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import (
@@ -42,7 +41,6 @@ SENDS_BUFFERS = (
 )
 FORWARDS = (DDPS_FORWARD, FSDPS_FORWARD, f"{OLDER_FSDP}forward")
 REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
-_start = attrgetter("start")
 
 
 @change(
@@ -142,7 +140,7 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
         found += [op for number in early for op in reductions[number]]
         found += _between(copies, begins[early[0]], begins[last])
         found += _between(gathers, begins[numbers[1]], updates[update] if update < len(updates) else steps[-1].end)
-    return most, sorted(found, key=_start)
+    return most, sorted(found, key=start_of)
 
 
 def _reductions(steps: Sequence[Step]) -> Iterator[Op]:

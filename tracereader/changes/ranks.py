@@ -4,7 +4,6 @@ import bisect
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 
@@ -38,7 +37,7 @@ from tracereader.findings.ranks import (
 )
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.replay.changes import with_cpu_speed, with_durations
-from tracereader.trace import Trace, TraceError, Work, read
+from tracereader.trace import Trace, TraceError, Work, read, start_of
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Lengths, union
@@ -56,7 +55,6 @@ OF_TRAINING = ("all-reduce", *SHARDED)
 # The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,
 # for each of its four bytes.
 CASTS = 4
-_start = attrgetter("start")
 EVEN_OUT = {
     "computes": "give each rank the same amount of work (sort or pack samples by length, split layers evenly)",
     "copies": "look at the copies of that rank, and at what else uses its host's memory",
@@ -196,7 +194,7 @@ def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
 
 def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work, float]:
     """Return the times (µs) of the kernels that run when these collectives start, with the time that each one adds."""
-    computing = sorted(case.computing, key=_start)
+    computing = sorted(case.computing, key=start_of)
     starts, times = [one.start for one in computing], {}
     for collective, us in more_us.items() if computing else ():
         beside = computing[max(0, bisect.bisect_right(starts, collective.start) - 1)]

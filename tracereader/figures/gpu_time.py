@@ -11,7 +11,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.steps import ops_recorded, spanned
-from tracereader.trace import Frame, Op, Step, Trace, Work
+from tracereader.trace import Frame, Op, Step, Trace, Work, start_of
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, length_between, minus, union
@@ -22,7 +22,7 @@ BETWEEN_OPS = f"Python{BETWEEN}"
 IN_BACKWARD = f"backward's thread{BETWEEN}"  # autograd's engine, which runs no Python of its own
 # The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
 NO_RECORDED_CALL = "no recorded op or call"
-_start, _end = attrgetter("start"), attrgetter("end")
+_end = attrgetter("end")
 
 
 class GpuTime(msgspec.Struct, frozen=True):
@@ -248,13 +248,13 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     first, end = spanned(step.work)
     next_one = next((place for place in range(number + 1, len(trace.steps)) if trace.steps[place].work), number)
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
-    before = [one.start + one.dur for one in trace.work[: bisect.bisect_left(trace.work, first, key=_start)]]
+    before = [one.start + one.dur for one in trace.work[: bisect.bisect_left(trace.work, first, key=start_of)]]
     if next_one > number:
         reached, end = max([*before, first]), max(end, trace.steps[next_one].work[0].start)
     else:
         reached = max(before + [step.start] * (not number), default=step.start)
     near = trace.steps[max(0, number - 1) : next_one + 1]
-    until = bisect.bisect_right(trace.work, end, key=_start)
+    until = bisect.bisect_right(trace.work, end, key=start_of)
     return _idle_between(trace, near, step, reached, trace.work[len(before) : until])
 
 
@@ -262,8 +262,8 @@ def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     """Return the same for steps of two kinds: the mean of all steps, from the start of the first one."""
     steps, count = trace.steps, len(trace.steps)
     working = next(step for step in steps if step.work)
-    until = bisect.bisect_right(trace.work, max(one.start for step in steps for one in step.work), key=_start)
-    before = bisect.bisect_left(trace.work, steps[0].start, key=_start)
+    until = bisect.bisect_right(trace.work, max(one.start for step in steps for one in step.work), key=start_of)
+    before = bisect.bisect_left(trace.work, steps[0].start, key=start_of)
     reached = max([steps[0].start, *(one.start + one.dur for one in trace.work[:before])])
     found = _idle_between(trace, steps, working, reached, trace.work[before:until])
     return tuple({name: us / count for name, us in some.items()} for some in found)
@@ -319,7 +319,7 @@ def python_in(
 def nested(frames: Iterable[Frame]) -> Iterator[tuple[str, int, int, int]]:
     """Yield one thread's Python functions, callers first: name, depth, start, and end, at the latest the caller's."""
     ends, names = [], {}
-    for one in sorted(sorted(frames, key=_end, reverse=True), key=_start):
+    for one in sorted(sorted(frames, key=_end, reverse=True), key=start_of):
         while ends and ends[-1] <= one.start:
             ends.pop()
         name = one.name
@@ -344,7 +344,7 @@ class _Calls:
         inside, path = Lengths(stretches), [0]
         # Most frames reach into no interval, and so have no time.
         starts, ends = [*(start for start, _ in stretches), math.inf], [end for _, end in stretches]
-        places = map(bisect.bisect_right, repeat(ends), map(_start, frames))
+        places = map(bisect.bisect_right, repeat(ends), map(start_of, frames))
         self.own[0] += length(stretches)
         for name, depth, start, end in nested(
             one for one, place in zip(frames, places, strict=True) if starts[place] < one.end
@@ -469,4 +469,4 @@ def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, betw
 
 def _open_at(ops: Sequence[Op], time: int) -> int:
     """Return the place of the last op that starts at this time or before; 0 if there is none. ops: by start."""
-    return max(0, bisect.bisect_right(ops, time, key=_start) - 1)
+    return max(0, bisect.bisect_right(ops, time, key=start_of) - 1)

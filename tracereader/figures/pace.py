@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import attrgetter
 from statistics import median
 from typing import TypeVar
 
-from tracereader.trace import Step, Trace, Work
+from tracereader.trace import Step, Trace, Work, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, length_between, union
 from tracereader.trace.quality import usual_amount
@@ -17,7 +16,6 @@ from tracereader.trace.waits import OF_THE_DEVICE
 FAR_WIDER = 10
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
-_start = attrgetter("start")
 T = TypeVar("T")
 
 
@@ -140,4 +138,4 @@ def on_its_thread(step: Step) -> tuple[tuple, int, int]:
     own = [op for op in step.roots if not (OF_THE_DEVICE in op.name and op.start >= launched)] or step.roots
     ends = [op.start + op.dur for op in own]
     end = max(ends)
-    return own[ends.index(end)].track, min(map(_start, own)), end
+    return own[ends.index(end)].track, min(map(start_of, own)), end

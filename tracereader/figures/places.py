@@ -5,15 +5,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import MODULE, Op, Step, Trace, Work, innermost, outermost
+from tracereader.trace import MODULE, Op, Step, Trace, Work, innermost, outermost, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.labels import is_phase
 
-_start = attrgetter("start")
 NUMBER = re.compile(r"_\d+$")  # the number of a module within its class
 # The row for work outside all phases or annotations.
 OUTSIDE_PHASES = "outside them"
@@ -44,7 +42,7 @@ def by_label(step: Step) -> tuple[Place, ...]:
         return ()
     cpu, gpu = totals((label.name, label.dur) for label in labels), defaultdict(list)
     for one in step.work:
-        index = bisect.bisect_right(labels, one.launch.start, key=_start) - 1 if one.launch else -1
+        index = bisect.bisect_right(labels, one.launch.start, key=start_of) - 1 if one.launch else -1
         inside = index >= 0 and one.launch.start < labels[index].end
         name = annotated.get(id(one)) or (labels[index].name if inside else OUTSIDE_PHASES)
         gpu[name].append(one.dur)
@@ -62,7 +60,7 @@ def phases(step: Step) -> list[Op]:
     outermost = labels = _outermost_labels(ops)
     while len({label.name for label in labels}) == 1:
         labels = _outermost_labels([child for label in labels for child in label.children])
-    return sorted(labels or outermost, key=_start)
+    return sorted(labels or outermost, key=start_of)
 
 
 def _outermost_labels(ops: Sequence[Op]) -> list[Op]:

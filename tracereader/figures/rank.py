@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,7 +18,7 @@ from tracereader.figures.pace import PAUSE_US, window
 from tracereader.figures.places import phases
 from tracereader.figures.regime import Regime, regime_of
 from tracereader.figures.steps import launches, typical
-from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
+from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost, start_of
 from tracereader.trace.decoded import decoded
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, clipped, joined, minus, union
@@ -37,7 +36,6 @@ KINDS = (
 )  # fmt: skip
 # A group's members are listed up to this number. The members of a larger group are the ranks that have a part in it.
 LISTED = 4096
-_start = attrgetter("start")
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -189,7 +187,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     cut, device = _cut(parts, _loading(trace, steps)), parts.device if on_gpu else None
     calls = Calls(trace.rank)
     done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
-    described = sorted((one for one in done if one is not None), key=_start)
+    described = sorted((one for one in done if one is not None), key=start_of)
     of_call = list(calls.found)
     named = [one for one in described if of_call[one.call].pair is None]
     exposed = [(zero + left, zero + right) for left, right in parts.exposed_communication]
@@ -544,7 +542,7 @@ class OnCpu(NamedTuple):
 def described_on_cpu(step: Step, rank: Rank) -> Iterator[tuple[Op, OnCpu]]:
     """Yield the slices of collectives and messages on a CPU backend, by start."""
     size = rank.world_size if _is_one_group(rank) else None  # a collective's slice does not record its group
-    for op in sorted((op for op in step.walk() if op.kind == "label" and collective_on_cpu(op.name)), key=_start):
+    for op in sorted((op for op in step.walk() if op.kind == "label" and collective_on_cpu(op.name)), key=start_of):
         backend, name = collective_on_cpu(op.name)
         kind, start = kind_of(name), op.start
         if _is_message(name):

@@ -3,7 +3,6 @@
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from statistics import median, median_high
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import msgspec
 
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, hidden, summed
 from tracereader.figures.regime import Regime
+from tracereader.trace import start_of
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, Lengths, both, length, minus, union
 
@@ -30,7 +30,6 @@ FAR_APART = 100_000
 CLOCKS_OFF = 60 * 10**9
 # The share of the longest waiting rank's time below which a rank of a process group counts as late.
 LATE = 0.5
-_start = attrgetter("start")
 
 
 class MessageWaits(msgspec.Struct, frozen=True):
@@ -281,7 +280,7 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tup
             not_read[one.path] = NotRead("other_world_size", **of)
     # Traces recorded at different times are of different runs.
     clusters: list[list[RankTrace]] = []
-    for one in sorted(rest, key=_start):
+    for one in sorted(rest, key=start_of):
         near = (some for some in clusters if any(_at_one_time(one, other) for other in some))
         if (some := next(near, None)) is None:
             clusters.append(some := [])

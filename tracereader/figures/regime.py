@@ -2,7 +2,6 @@
 
 import bisect
 from collections.abc import Sequence
-from operator import attrgetter
 
 import msgspec
 
@@ -11,7 +10,7 @@ from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
 from tracereader.figures.gpu_work import GpuWork, gpu_work
 from tracereader.figures.pace import cold_spans, on_busiest_stream, window
 from tracereader.figures.steps import launches, spanned, stands_out
-from tracereader.trace import Step, Trace
+from tracereader.trace import Step, Trace, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, minus, union
 from tracereader.trace.waits import synchronizes
@@ -99,7 +98,7 @@ def _alone(trace: Trace, step: Step, end: int) -> tuple[int, int]:
     if trace.quality.earlier is not None and step is trace.steps[0]:
         return max(step.start, min(trace.quality.earlier.until, step.work[0].start)), end
     first = own[0]
-    before = trace.work[: bisect.bisect_left(trace.work, first.start, key=attrgetter("start"))]
+    before = trace.work[: bisect.bisect_left(trace.work, first.start, key=start_of)]
     mine = {id(one) for one in step.work} if before else ()
     ends = [one.end for one in before if one.device == first.device and id(one) not in mine]
     return max(step.start, min(first.start, max(ends, default=step.start))), end

@@ -2,12 +2,11 @@
 
 import math
 from collections import Counter
-from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
-from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Lengths
 
@@ -63,7 +62,7 @@ def _apart(slices: list[Op]) -> dict[str, Lengths]:
     They are cut once, because each wait may contain all of them.
     """
     by_name, reached = grouped(()), -math.inf
-    for one in sorted(slices, key=attrgetter("start")):
+    for one in sorted(slices, key=start_of):
         start, reached = max(one.start, reached), max(one.end, reached)
         if start < one.end:
             by_name[one.name].append((start, one.end))

@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
 from itertools import accumulate, islice
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
 from tracereader.figures.pace import PAUSE_US, is_far_wider, with_a_middle
-from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace import STEP, Op, Step, Trace, Work, outermost, start_of
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, Lengths, joined, length, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, LOADER, is_torchs_own
@@ -30,7 +30,6 @@ LONG_ENOUGH_US = 2.0
 IN_OPS = 0.05
 # Annotations of optimizers, loaders and sharded models inside more than this many others are left out.
 MOST_NESTED = 10
-_start = attrgetter("start")
 # The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"
 
@@ -446,7 +445,7 @@ def _largest(us: dict[str, float]) -> dict[str, float]:
 
 def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
     """Return the slices that start in the step, in the order of their starts."""
-    first, last = (bisect.bisect_left(slices, time, key=_start) for time in (step.start, step.end))
+    first, last = (bisect.bisect_left(slices, time, key=start_of) for time in (step.start, step.end))
     return slices[first:last]
 
 

@@ -3,7 +3,6 @@
 import bisect
 from collections import Counter
 from collections.abc import Sequence
-from operator import attrgetter
 
 import msgspec
 
@@ -28,7 +27,7 @@ from tracereader.figures.source import Source, source
 from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven, usual_busy_us
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
-from tracereader.trace import Step, Trace
+from tracereader.trace import Step, Trace, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import clipped, length, union
 
@@ -227,7 +226,7 @@ def _alone(trace: Trace, step: Step, parts: Sequence[Parts], left: int, right: i
     parts: those of the window from left to right, which are used if no other work runs while the step's does.
     """
     start, end = spanned(step.work)
-    first, until = (bisect.bisect_left(trace.work, time, key=attrgetter("start")) for time in (start, end))
+    first, until = (bisect.bisect_left(trace.work, time, key=start_of) for time in (start, end))
     only_its = until - first == len(step.work) and all([one.start + one.dur <= start for one in trace.work[:first]])
     if not (only_its and left <= start and end <= right):
         parts = parts_by_device(step.work, start, end)

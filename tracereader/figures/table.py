@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import STEP, Op, Trace, asking_ops
+from tracereader.trace import STEP, Op, Trace, asking_ops, start_of
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import COLLECTIVE
 
@@ -18,7 +18,7 @@ NOT_IN_IT = frozenset(
     }
 )  # fmt: skip
 EVERY_STEP = f"{STEP[:-1]}*"  # one row for all steps' marks, as in torch's table
-_start, _dur = attrgetter("start"), attrgetter("dur")
+_dur = attrgetter("dur")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -132,7 +132,7 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     nodes, parents = [], []
     for ops in tracks.values():
         ops.sort(key=_dur, reverse=True)
-        ops.sort(key=_start)
+        ops.sort(key=start_of)
         open_: list[int] = []
         for op in ops:
             while open_ and (op.start >= nodes[open_[-1]].end or op.end > nodes[open_[-1]].end):

@@ -3,7 +3,7 @@
 import bisect
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import msgspec
 
@@ -11,7 +11,7 @@ from tracereader.figures.pace import on_its_thread
 from tracereader.figures.phases import backward_nodes, in_backward
 from tracereader.figures.places import Place
 from tracereader.figures.steps import graph_spans, ids_inside, labels, loader_waits, outermost_named
-from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
+from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost, start_of
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
@@ -32,7 +32,6 @@ TAKING_SPARSE = ("SGD", "Adagrad")
 OF_COMPLEX_NUMBERS = "aten::view_as_real"
 # The number of points of the memory curve over the step.
 POINTS = 60
-_start = attrgetter("start")
 
 
 class Recomputed(msgspec.Struct, frozen=True):
@@ -180,7 +179,7 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     """Return when no GPU was busy, from the step's start to its end; None without a GPU lane."""
     if not work:
         return None
-    near = work[: bisect.bisect_left(work, step.end, key=_start)]
+    near = work[: bisect.bisect_left(work, step.end, key=start_of)]
     busy = joined([(one.start, one.start + one.dur) for one in near if one.start + one.dur > step.start])
     return minus([(step.start, step.end)], busy)
 
@@ -341,7 +340,7 @@ def _waiting(step: Step) -> list[Op]:
     found = step.named(lambda name: synchronizes(name) or name in ("cudaMemcpy", "hipMemcpyWithStream"))
     launched = (one for one in step.work if one.launch is not None and one.end <= one.launch.end)
     found += [one.launch for one in launched if "Device -> Pageable" in one.name]
-    return sorted({id(op): op for op in found if op.kind == "runtime"}.values(), key=_start)
+    return sorted({id(op): op for op in found if op.kind == "runtime"}.values(), key=start_of)
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple[Sync, ...], Intervals]:

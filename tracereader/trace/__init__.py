@@ -16,10 +16,11 @@ from tracereader.trace.slices import (
     asking_ops,
     innermost,
     outermost,
+    start_of,
 )
 from tracereader.trace.tree import read
 
 __all__ = [
     "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Step", "StepsBy", "Sync", "Trace",
-    "TraceError", "Work", "asking_ops", "innermost", "outermost", "read",
+    "TraceError", "Work", "asking_ops", "innermost", "outermost", "read", "start_of",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -23,11 +22,10 @@ from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.marks import StepsBy
 from tracereader.trace.quality import CAPTURE_EDGE
-from tracereader.trace.slices import Op, Recorded, Step, Trace, Work, innermost
+from tracereader.trace.slices import Op, Recorded, Step, Trace, Work, innermost, start_of
 from tracereader.trace.tree import read, ties_of
 
 MEMSET_KERNEL = re.compile(r"memset\d+")
-_start = attrgetter("start")
 # The names in which vLLM and SGLang give the batch size that they capture or run. The graph of the next size up runs.
 CAPTURED_SIZE = re.compile(r"(?:^|_)capture_(\d+)_|(?:^|_)bs_(\d+)_rank")
 EXECUTED_SIZE = re.compile(r"^execute_(\d+)_|^step\[\w+ bs=(\d+)\b")
@@ -125,7 +123,7 @@ def _tie(work: Sequence[Work], recording: _Recording, calls: Sequence[Op]) -> No
 
 def _recordings(trace: Trace) -> Iterator[_Recording]:
     """Yield each capture of a trace; for a trace without captures its last step."""
-    calls = sorted((op for root in trace.roots for op in root.walk() if op.kind == "runtime"), key=_start)
+    calls = sorted((op for root in trace.roots for op in root.walk() if op.kind == "runtime"), key=start_of)
     spans = list(_spans(calls))
     if not spans:
         yield _recording(trace, [call for call in calls if call.work and trace.steps[-1].start <= call.start])
@@ -186,7 +184,7 @@ def _in_order(work: Sequence[Work]) -> list[Work] | None:
     nodes = [ties.node for ties in ties_of(work)]
     if all(nodes) and len(set(nodes)) == len(nodes):
         return [one for _, one in sorted(zip(nodes, work, strict=True), key=lambda pair: pair[0])]
-    return sorted(work, key=_start) if len({one.track for one in work}) == 1 else None
+    return sorted(work, key=start_of) if len({one.track for one in work}) == 1 else None
 
 
 def _kind_of(one: Work) -> str:

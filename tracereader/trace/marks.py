@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice, pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from tracereader.trace.labels import (
     ZEROES,
     is_torchs_own,
 )
-from tracereader.trace.slices import Op, sort_by_start
+from tracereader.trace.slices import Op, sort_by_start, start_of
 from tracereader.trace.waits import synchronizes
 
 # With fewer calls or steps it may be no loop. Of torch's own annotations, these usually come once in each step.
@@ -51,7 +51,7 @@ ONLY_IN_LAYERS, ROOT = ("normalization", "convolution"), "aten::rsqrt"
 # sequence, with the number of sequences.
 SERVES = re.compile(r"execute_(?:context_|new_)?\d+[_(]|step\[\w+").match
 DECODES = re.compile(r"(?:execute_context_0\(0\)_generation_\d+\(|execute_new_0_cached_|step\[DECODE bs=)(\d+)").match
-_start, _begin = attrgetter("start"), itemgetter(0)
+_begin = itemgetter(0)
 
 
 class StepsBy(enum.Enum):
@@ -191,7 +191,7 @@ def _threads(ops: Sequence[Op]) -> list[_Thread]:
         calls = grouped((op.name, op) for op in own if op.kind == "label" and op.name.startswith(ONCE_IN_A_STEP))
         # A hook may call an optimizer for each parameter in the backward pass.
         engine = _apart([op for op in run if op.name.startswith(AUTOGRAD)]) if calls else []
-        by_name = {name: _apart(_outside(sorted(some, key=_start), engine)) for name, some in calls.items()}
+        by_name = {name: _apart(_outside(sorted(some, key=start_of), engine)) for name, some in calls.items()}
         regions = [op for op in own if op.name.startswith(REGION)]
         start, until = min([op.start for op in slices]), max([op.end for op in slices])
         found.append(_Thread(track, run, regions, start, until, by_name))
@@ -285,7 +285,7 @@ def _of_tokens(thread: _Thread) -> Iterator[Marks]:
     chosen, last = True, 0
     # Compiled layers may choose experts.
     eager = _outside([op for op in thread.ops if op.name in (LOOKS_UP, *CHOOSE)], _apart(thread.regions))
-    for op in sorted(eager + thread.regions, key=_start):
+    for op in sorted(eager + thread.regions, key=start_of):
         if op.name in CHOOSE:
             chosen, last = True, op.start
         elif chosen:
@@ -351,8 +351,8 @@ def _outside(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[Op]:
     kept: list[Op] = []
     reached = 0
     for start, end in spans:
-        kept += ops[reached : bisect.bisect_left(ops, start, key=_start)]
-        reached = bisect.bisect_left(ops, end, key=_start)
+        kept += ops[reached : bisect.bisect_left(ops, start, key=start_of)]
+        reached = bisect.bisect_left(ops, end, key=start_of)
     return [*kept, *ops[reached:]]
 
 

@@ -12,14 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from itertools import chain, count, pairwise
-from operator import attrgetter
 
 from msgspec.structs import replace
 
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, length_between, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
-from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work
+from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work, start_of
 from tracereader.trace.waits import may_wait
 
 CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
@@ -63,7 +62,6 @@ ASKED = re.compile("|".join(one.pattern for one in KINDS) + f"|{INSTANTIATES}")
 APART = 1.5
 # With fewer steps, a single longer one may come again.
 ENOUGH_STEPS = 5
-_start = attrgetter("start")
 
 
 def clip(work: Sequence[Work], device_waits: Iterable[Op]) -> tuple[int, int]:
@@ -119,7 +117,7 @@ def capture_stretches(edges: Iterable[Op], first: int, last: int) -> tuple[Inter
     """
     begun: dict[tuple, int] = {}
     found = []
-    for op in sorted(edges, key=_start):
+    for op in sorted(edges, key=start_of):
         if CAPTURE_EDGE.search(op.name)[1] == "Begin":
             begun[op.track] = op.start
         else:
@@ -146,7 +144,7 @@ def quality_of(
     edges = [op for name, some in names.items() if CAPTURE_EDGE.search(name) for op in some if op.kind == "runtime"]
     captures = []
     if edges:
-        captures, _ = capture_stretches(edges, min(map(_start, ops)), max(op.end for op in ops))
+        captures, _ = capture_stretches(edges, min(map(start_of, ops)), max(op.end for op in ops))
     calls, lost = _lost(names, captures)
     partly = _partly_lost((op for name, some in names.items() if REPLAY.search(name) for op in some if op.work), steps)
     kept, all_lost = _kept(steps, [*lost, *partly])
@@ -193,7 +191,7 @@ def _partly_lost(replays: Iterable[Op], steps: Sequence[Step]) -> list[Op]:
     all 290 such launches of this repository's recordings.
     """
     starts, groups, places = [step.start for step in steps], defaultdict(list), defaultdict(list)
-    for op in sorted(replays, key=_start):
+    for op in sorted(replays, key=start_of):
         label = op
         while len(steps) == 1 and label.parent is not None:
             label = label.parent
@@ -381,7 +379,7 @@ def _without_overlaps(found: Iterable[Cold], steps: Sequence[Step]) -> tuple[Col
     reached: dict[tuple, int] = {}
     kept = []
     first, last = steps[0].start, steps[-1].end
-    for one in sorted(found, key=_start):
+    for one in sorted(found, key=start_of):
         start, end = max(one.start, reached.get(one.track, first)), min(one.end, last)
         if start < end:
             kept.append(Cold(one.track, start, end, one.what))
@@ -400,7 +398,7 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
     launched = [one for one in step.work if one.launch is not None]
     if not launched:
         return None
-    first = min(launched, key=_start)
+    first = min(launched, key=start_of)
     own = {id(one) for one in step.work}
     before = [one for one in work if one.start < first.start and id(one) not in own]
     ended = max((one.start + one.dur for one in before), default=step.start)

@@ -23,7 +23,8 @@ from tracereader.trace.types import Inputs, inputs_of
 
 # In the names of a kernel's phases.
 WAIT, REPETITION = "wait: ", re.compile(r" \d+$")
-_start, _dur = attrgetter("start"), attrgetter("dur")
+# The start of a slice, or of anything else that has one: what most lists are sorted and searched by.
+start_of, _dur = attrgetter("start"), attrgetter("dur")
 
 
 class Slice(msgspec.Struct, eq=False):
@@ -139,7 +140,7 @@ def innermost(ops: Sequence[Op], time: int) -> list[Op]:
     """Return the ops that enclose a time on one thread, outermost first. ops: the thread's root ops, by start."""
     found = []
     while ops:
-        index = bisect.bisect_right(ops, time, key=_start) - 1
+        index = bisect.bisect_right(ops, time, key=start_of) - 1
         if index < 0 or ops[index].end <= time:
             break
         found.append(ops[index])
@@ -152,8 +153,8 @@ def sort_by_start(slices: list) -> None:
 
     Files are nearly in the order of the starts and have few equal ones, so sorting by start alone takes little time.
     """
-    slices.sort(key=_start)
-    starts = list(map(_start, slices))
+    slices.sort(key=start_of)
+    starts = list(map(start_of, slices))
     reached = 0
     for place in compress(count(), map(eq, starts, islice(starts, 1, None))):
         if place < reached:
@@ -316,7 +317,7 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Return the outermost ops and calls of all threads, by start, with annotations of loaders and optimizers."""
         counts = (LOADER, OPTIMIZERS)
         found = outermost(self.roots, lambda op: op.kind != "label" or op.name.startswith(counts))
-        return sorted(found, key=_start)
+        return sorted(found, key=start_of)
 
     def named(self, wanted: Callable[[str], object]) -> list[Op]:
         """Return the ops and calls with a wanted name, parents first. Names are far fewer than ops."""

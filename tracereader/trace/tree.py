@@ -9,7 +9,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -27,7 +26,7 @@ from tracereader.trace.labels import AUTOGRAD, MODULE, OPTIMIZERS, PHASES, STEP
 from tracereader.trace.lenient import LARGEST, is_time
 from tracereader.trace.marks import StepsBy
 from tracereader.trace.quality import clip, earlier_work, quality_of, steps_left_out
-from tracereader.trace.slices import Frame, Op, Phase, Rank, Slice, Step, Sync, Trace, Work
+from tracereader.trace.slices import Frame, Op, Phase, Rank, Slice, Step, Sync, Trace, Work, start_of
 from tracereader.trace.waits import OF_THE_DEVICE
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -35,7 +34,6 @@ WORK = ("kernel", "memcpy", "memset")
 NPU = b'"Ascend Hardware"'  # the name of a process
 # No program nests its modules as deep. The paths of deeper ones would take time and memory without bound.
 MODULES_DEEP = 100
-_start = attrgetter("start")
 
 
 def read(
@@ -196,16 +194,16 @@ def _built(
         ops = marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
         spans = [one for one in spans if not one.name.startswith(STEP)]
     elif marks:
-        _clip_at_the_stop(ops, max(marks, key=_start))
+        _clip_at_the_stop(ops, max(marks, key=start_of))
     roots = _nest(ops)
     _nest(overheads)
     for some in (work, inside):
-        some.sort(key=_start)
+        some.sort(key=start_of)
     show("tying GPU work to its launches")
     calls = _calls(ops)
     _link(calls, work)
     properties = _properties(document.device_properties, {one.device for one in work})
-    marks.sort(key=_start)
+    marks.sort(key=start_of)
     op_names = frozenset([op.name for op in ops])
     wait_names = {name for name in op_names if OF_THE_DEVICE in name}
     device_waits = [op for op in ops if op.name in wait_names] if wait_names else []
@@ -216,7 +214,7 @@ def _built(
     quality, kept = quality_of(steps, ops, op_names, work, overheads, clipped)
     if len(kept) < len(steps):
         others = (op for step in steps_left_out(steps, kept) for op in step.roots)
-        steps, outside = kept, tuple(sorted([*outside, *others], key=_start))
+        steps, outside = kept, tuple(sorted([*outside, *others], key=start_of))
     devices = _devices(properties, work, "device" if taken else "GPU")
     asking = {name for name in op_names if "Occupancy" in name}
     called = {op.name for op in ops if op.kind == "runtime"}
@@ -348,7 +346,7 @@ def _nest(all_slices: list, deepest: float = math.inf) -> list[Op]:
             stack.append(one)
             ends.append(end)
             last = end
-    roots.sort(key=_start)
+    roots.sort(key=start_of)
     return roots
 
 
