@@ -9,7 +9,7 @@ import msgspec
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import OfInputs, by_inputs
 from tracereader.figures.steps import label_of, self_ns, self_us
-from tracereader.trace import Op, Step, Trace
+from tracereader.trace import Op, Step, Trace, all_around
 from tracereader.trace.backends import shows_use
 from tracereader.trace.grouped import grouped
 
@@ -153,13 +153,7 @@ class Cpu:
     @cached_property
     def _reach_gpu(self) -> dict[int, Op]:
         """The calls that launched work and all calls around them, by their ids."""
-        found = {}
-        for one in self._step.work:
-            op = one.launch
-            while op is not None and id(op) not in found:
-                found[id(op)] = op
-                op = op.parent
-        return found
+        return all_around(one.launch for one in self._step.work)
 
     def _times(self, kind: str) -> dict[str, OpTimes]:
         """Return the times of all calls of one kind, by name."""

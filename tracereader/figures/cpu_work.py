@@ -8,7 +8,7 @@ from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.hardware import roof_met
 from tracereader.figures.moved import INPUTS
 from tracereader.figures.sizes import Product, sizes_of_op
-from tracereader.trace import Op, Step, Trace, outermost
+from tracereader.trace import Op, Step, Trace, all_around, outermost
 from tracereader.trace.facts import Roofs, RunFacts
 from tracereader.trace.intervals import clipped, length, union
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
@@ -99,15 +99,8 @@ def covered_us(work: Sequence[CpuWork]) -> float:
 
 def _made_of_others(step: Step) -> set[int]:
     """Return the ids of ops whose work another op does, that do none (meta device), or that use only some elements."""
-    found = set()
-    for op in step.walk():
-        if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty":
-            # Stopping at the first marked op marks each op only once, however deep the call tree is.
-            for above in op.above():
-                if id(above) in found:
-                    break
-                found.add(id(above))
-    return found
+    inner = (op for op in step.walk() if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty")
+    return set(all_around(op.parent for op in inner))
 
 
 def _family(op: Op) -> str | None:

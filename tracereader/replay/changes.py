@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tracereader.figures.steps import lies_in
 from tracereader.replay.graph import NOBODY, Graph
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step, Work, all_around, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, minus, union
 from tracereader.trace.waits import waits_of
@@ -176,12 +176,10 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
     times, gone, spans = {}, [], []
     launches = graph.launch_starts
     for work, us in groups:
-        first, *rest = sorted(work, key=lambda one: one.start)
+        first, *rest = sorted(work, key=start_of)
         times[first] = us
         gone += rest
-        calls = sorted(
-            {id(one.launch): one.launch for one in work if one.launch is not None}.values(), key=lambda call: call.start
-        )
+        calls = sorted({id(one.launch): one.launch for one in work if one.launch is not None}.values(), key=start_of)
         for call, following in pairwise(calls):
             beside = bisect.bisect_left(launches, following.start) - bisect.bisect_right(launches, call.start)
             if call.track == following.track and not beside:
@@ -230,11 +228,7 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
     """
     stays = {id(op): op for op in left_out}
     waits = [*stays.values(), *(op for op in waits_of(step) if graph.via[graph.returns[id(op)]] >= 0)]
-    waiting: dict[int, Op] = {}  # these, and what is around them
-    for op in waits:
-        while op is not None and id(op) not in waiting:
-            waiting[id(op)] = op
-            op = op.parent
+    waiting = all_around(waits)
     known: dict[int, bool] = {}
     lying = (key for key, op in waiting.items() if lies_in(op, lambda above: id(above) in stays, known))
     inside = {*stays, *lying}  # by id(Op), what stays or lies in an op that does

@@ -13,6 +13,7 @@ from tracereader.trace.slices import (
     Sync,
     Trace,
     Work,
+    all_around,
     asking_ops,
     innermost,
     outermost,
@@ -22,5 +23,5 @@ from tracereader.trace.tree import read
 
 __all__ = [
     "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Step", "StepsBy", "Sync", "Trace",
-    "TraceError", "Work", "asking_ops", "innermost", "outermost", "read", "start_of",
+    "TraceError", "Work", "all_around", "asking_ops", "innermost", "outermost", "read", "start_of",
 ]  # fmt: skip

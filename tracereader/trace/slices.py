@@ -7,7 +7,7 @@ import bisect
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, compress, count, islice
 from operator import attrgetter, eq
@@ -113,6 +113,16 @@ class Frame(msgspec.Struct, eq=False, gc=False):
     name: str
     start: int
     end: int
+
+
+def all_around(ops: Iterable[Op | None]) -> dict[int, Op]:
+    """Return these ops and everything around them by id. A way upwards ends at what is known already."""
+    found: dict[int, Op] = {}
+    for op in ops:
+        while op is not None and id(op) not in found:
+            found[id(op)] = op
+            op = op.parent
+    return found
 
 
 def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
