@@ -13,7 +13,7 @@ from tracereader.figures.steps import launches, spanned, stands_out
 from tracereader.trace import Step, Trace, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.intervals import Intervals, length, minus, union
-from tracereader.trace.waits import synchronizes
+from tracereader.trace.waits import SYNCHRONIZES
 
 # Idle share of the time from step to step. On the H200 it is 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
 # decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
@@ -133,7 +133,7 @@ def _waits_for(
 
 def waits_for_gpus(trace: Trace) -> Intervals:
     """Return when (ns) the CPU waits for a GPU in the steps."""
-    calls = (op for step in trace.steps for op in step.named(synchronizes))
+    calls = (op for step in trace.steps for op in step.named(SYNCHRONIZES.search))
     return union((op.start, op.start + op.dur) for op in calls if op.kind == "runtime")
 
 

@@ -17,7 +17,7 @@ from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, SPARSE_GRADIENT, is_phase
-from tracereader.trace.waits import synchronizes
+from tracereader.trace.waits import SYNCHRONIZES
 
 # Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
@@ -337,7 +337,7 @@ def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
 
 def _waiting(step: Step) -> list[Op]:
     """Return the runtime API calls that wait until the GPU is done, as a copy to unpinned memory does, by start."""
-    found = step.named(lambda name: synchronizes(name) or name in ("cudaMemcpy", "hipMemcpyWithStream"))
+    found = step.named(lambda name: SYNCHRONIZES.search(name) or name in ("cudaMemcpy", "hipMemcpyWithStream"))
     launched = (one for one in step.work if one.launch is not None and one.end <= one.launch.end)
     found += [one.launch for one in launched if "Device -> Pageable" in one.name]
     return sorted({id(op): op for op in found if op.kind == "runtime"}.values(), key=start_of)

@@ -21,7 +21,7 @@ from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import cut, short
 from tracereader.trace.labels import COLLECTIVE, LOADER, REGION
 from tracereader.trace.marks import DECODES
-from tracereader.trace.waits import MAY_WAIT, may_wait
+from tracereader.trace.waits import MAY_WAIT
 
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
 # Idle time of at least this share is mentioned even if it does not decide the regime.
@@ -454,7 +454,7 @@ def paid_for_first_use(step: StepFacts) -> bool:
     more = step.excess
     if more is None:
         return False
-    calls = {name: us for name, us in more.first_calls.items() if not may_wait(name)}
+    calls = {name: us for name, us in more.first_calls.items() if not MAY_WAIT.search(name)}
     loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in calls)
     if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads

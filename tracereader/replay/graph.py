@@ -40,11 +40,11 @@ import bisect
 import math
 import operator
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from statistics import median_low
 
 import msgspec
@@ -55,7 +55,7 @@ from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals
-from tracereader.trace.waits import OF_THE_DEVICE, is_wait, may_wait
+from tracereader.trace.waits import MAY_WAIT, OF_THE_DEVICE, is_wait
 
 # Defaults for traces with fewer than ENOUGH measurements: the launch latency on an idle GPU, and the gap between two
 # activities of a stream. H200 traces show 6.0 to 10 µs and 1.0 to 1.6 µs.
@@ -157,18 +157,13 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         Both are by id(Op). The outermost op is given as its id, and no annotation separates it from the call.
         """
         calls = {id(one.launch): one.launch for step in self.trace.steps for one in step.work if one.launch is not None}
-        counts: dict[int, int] = defaultdict(int)
+        counts: Counter[int] = Counter()
         outermost_of: dict[int, int] = {}
         for key, op in calls.items():
-            launched, top = len(op.work), key
-            counts[key] += launched
-            while (op := op.parent) is not None and op.kind != "label":
-                top = id(op)
-                counts[top] += launched
-            outermost_of[key] = top
-            while op is not None:
-                counts[id(op)] += launched
-                op = op.parent
+            for one in (op, *op.above()):
+                counts[id(one)] += len(op.work)
+            *_, top = op, *takewhile(lambda above: above.kind != "label", op.above())
+            outermost_of[key] = id(top)
         return counts, outermost_of
 
     @cached_property
@@ -352,7 +347,7 @@ class Builder:
     def _add_calls(self, points: dict[tuple, list[tuple]]) -> None:
         """Add the points of each runtime call that launches or waits: (time, rank there, meaning, call)."""
         launching = {one.launch.name for one in self.trace.work if one.launch is not None}
-        may = set(filter(may_wait, self.trace.op_names))
+        may = set(filter(MAY_WAIT.search, self.trace.op_names))
         between_streams = {name for name in self.trace.op_names if STREAM_WAITS_FOR in name}
         wanted = (launching | may | between_streams).__contains__
         outside = (op for root in self.trace.outside for op in root.walk() if wanted(op.name))
@@ -443,7 +438,7 @@ class Builder:
         after the other activity. If neither holds, the result is None.
         """
         since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
-        if self.recorded.decides(one):
+        if self.recorded.has_waits and one.launch is not None and not one.from_graph:
             return max(self.recorded.awaited(one, since), key=lambda other: other.end, default=None)
         has_event = False
         if one.launch is not None:
@@ -451,7 +446,7 @@ class Builder:
                 called = self.recorded.called.get((one.device, one.track[1]), ())
             else:
                 called = self.between_streams.get(one.launch.track, ())
-            has_event = _any_between(called, since, one.launch.start)
+            has_event = bisect.bisect_right(called, since) < bisect.bisect_left(called, one.launch.start)
         if not has_event and not is_late:
             return None
         found = None
@@ -550,14 +545,10 @@ class _Recorded:
         for some in self.launched.values():
             some.sort(key=lambda one: one.launch.start)
 
-    def decides(self, one: Work) -> bool:
-        """Whether the records show which activities of other streams this one waited for."""
-        return one.launch is not None and not one.from_graph and self.has_waits
-
     def awaited(self, one: Work, since: int) -> Iterator[Work]:
         """The activities of other streams that it depends on. since: when the one before it was launched."""
         waits = self.waits[one.device, one.track[1]]
-        for wait in waits[bisect.bisect_left(waits, since, key=_called) :]:
+        for wait in waits[bisect.bisect_left(waits, since, key=operator.attrgetter("call.start")) :]:
             if wait.call.start >= one.launch.start:
                 return
             other = self._before_record(wait)
@@ -575,7 +566,7 @@ class _Recorded:
         for (device, stream), some in self.launched.items():
             if device != wait.device or stream == wait.stream or wait.awaited not in (None, stream):
                 continue
-            last = bisect.bisect_left(some, wait.record.start, key=_launch_start) - 1
+            last = bisect.bisect_left(some, wait.record.start, key=operator.attrgetter("launch.start")) - 1
             if last < 0 or (wait.awaited is None and some[last].launch.track != wait.record.track):
                 continue
             if found is None or some[last].launch.start > found.launch.start:
@@ -596,14 +587,6 @@ class _Recorded:
 
 
 _first_two = operator.itemgetter(0, 1)
-
-
-def _called(sync: Sync) -> int:
-    return sync.call.start
-
-
-def _launch_start(one: Work) -> int:
-    return one.launch.start
 
 
 def _typical(work: Iterable[Work]) -> tuple[int, int]:
@@ -628,11 +611,6 @@ def _typical(work: Iterable[Work]) -> tuple[int, int]:
 
 def _launched_before(one: Work, call: Op | None) -> bool:
     return one.launch is None or call is None or one.launch is call or one.launch.start < call.start
-
-
-def _any_between(times: Sequence[int], after: int, until: int) -> bool:
-    index = bisect.bisect_right(times, after)
-    return index < len(times) and times[index] < until
 
 
 LEAVES, ENTERS, ENDS_STEP = range(3)  # in this order at the same time

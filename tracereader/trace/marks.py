@@ -25,7 +25,7 @@ from tracereader.trace.labels import (
     is_torchs_own,
 )
 from tracereader.trace.slices import Op, sort_by_start, start_of
-from tracereader.trace.waits import synchronizes
+from tracereader.trace.waits import SYNCHRONIZES
 
 # With fewer calls or steps it may be no loop. Of torch's own annotations, these usually come once in each step.
 LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
@@ -183,7 +183,7 @@ def _threads(ops: Sequence[Op]) -> list[_Thread]:
     found = []
     for track, own in grouped((op.track, op) for op in ops).items():
         # A wait for the GPU after the loop does not count.
-        slices = [op for op in own if op.kind != "label" and not synchronizes(op.name)]
+        slices = [op for op in own if op.kind != "label" and not SYNCHRONIZES.search(op.name)]
         run = [op for op in slices if op.kind == "op"]
         if not run:
             continue

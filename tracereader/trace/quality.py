@@ -19,7 +19,7 @@ from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Intervals, length_between, union
 from tracereader.trace.labels import COMPILE_ID, COMPILING, REGION
 from tracereader.trace.slices import Cold, Earlier, Mixed, Op, Quality, Step, Work, start_of
-from tracereader.trace.waits import may_wait
+from tracereader.trace.waits import MAY_WAIT
 
 CAPTURE_EDGE = re.compile(r"Stream(Begin|End)Capture")
 # Calls that give the GPU a kernel or a graph, in CUDA's and HIP's names. The profiler records an activity for each, as
@@ -342,7 +342,7 @@ def _first_launches(work: Sequence[Work], steps: Sequence[Step], lost: Sequence[
         if end - start < least:
             continue
         below = list(op.outermost_call().walk())
-        waits = (one.start + one.dur for one in below if may_wait(one.name))
+        waits = (one.start + one.dur for one in below if MAY_WAIT.search(one.name))
         start = max([start, *(time for time in waits if time <= op.start)])
         step = next((step for step in steps if step.start <= op.start < step.end), None)
         comes_again = step is not None and any(
@@ -430,7 +430,7 @@ def _first_waits(step: Step, ended: int) -> list[Op]:
     The copy of a tensor to the CPU waits for earlier work, and so does the call after it. ended: when that was (ns).
     """
     launch = min((one.launch.start for one in step.work if one.launch is not None), default=step.start)
-    calls = step.named(may_wait)
+    calls = step.named(MAY_WAIT.search)
     calls = [op for op in calls if op.kind == "runtime" and op.start < max(launch, ended)]
     return [op for op in calls if not op.work or op.end > ended > op.start]
 

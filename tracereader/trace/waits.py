@@ -11,19 +11,9 @@ SYNCHRONIZES, OF_THE_DEVICE = re.compile("Synchronize|^urEventWait|^urQueueFinis
 MAY_WAIT = re.compile(f"{SYNCHRONIZES.pattern}|Memcpy|EventQuery|StreamQuery")
 
 
-def synchronizes(name: str) -> bool:
-    """Return whether all calls of this name wait for a GPU."""
-    return SYNCHRONIZES.search(name) is not None
-
-
-def may_wait(name: str) -> bool:
-    """Return whether some calls of this name wait for a GPU."""
-    return MAY_WAIT.search(name) is not None
-
-
 def is_wait(call: Op) -> bool:
     """Return whether a runtime call returns only after some GPU work has ended."""
-    if synchronizes(call.name):
+    if SYNCHRONIZES.search(call.name):
         return True
     if "Memcpy" not in call.name or not call.work:
         return False
@@ -36,4 +26,4 @@ def is_wait(call: Op) -> bool:
 
 def waits_of(step: Step) -> list[Op]:
     """Return the runtime calls of a step that return only after some GPU work has ended."""
-    return [op for op in step.named(may_wait) if op.kind == "runtime" and is_wait(op)]
+    return [op for op in step.named(MAY_WAIT.search) if op.kind == "runtime" and is_wait(op)]
