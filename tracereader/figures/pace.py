@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import TypeVar
 
 from tracereader.trace import Step, Trace, Work, start_of
-from tracereader.trace.grouped import totals
+from tracereader.trace.grouped import T, totals
 from tracereader.trace.intervals import Intervals, length, length_between, union
 from tracereader.trace.quality import usual_amount
 from tracereader.trace.waits import OF_THE_DEVICE
@@ -16,7 +15,6 @@ from tracereader.trace.waits import OF_THE_DEVICE
 FAR_WIDER = 10
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
-T = TypeVar("T")
 
 
 def with_a_middle(some: Sequence[T]) -> Sequence[T]:

@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import TypeVar
 
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import HEAVY, says
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import T, grouped
 from tracereader.trace.intervals import Intervals, Lengths, length, minus, union
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
-T = TypeVar("T")
 
 
 def kept_by_step(function: Callable[..., T]) -> Callable[..., T]:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -24,7 +23,7 @@ from tracereader.figures.rank import NotRead, RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
 from tracereader.trace.document import KINDS, address_of, json_of, opened, path_of, size_of
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import T, grouped
 from tracereader.trace.tree import WORK
 
 HEAD = 1 << 18  # bytes that contain distributedInfo, because the profiler writes it before the events
@@ -44,7 +43,6 @@ OF_A_DEVICE = re.compile(
     % b"|".join(re.escape(name.encode()) for name, kind in KINDS.items() if kind in ("runtime", *WORK))
 )
 STAMP = re.compile(rb'"ts"\s*:\s*"?(\d{1,16}(?:\.\d+)?)')
-T = TypeVar("T")
 
 
 class Head(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, Generic, Literal, TypeVar
+from typing import BinaryIO, Generic, Literal
 
 import msgspec
 
@@ -24,7 +24,7 @@ from tracereader import progress
 from tracereader.command import NONE_IN_FOLDER, BadInput, MissingPackage, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import event_list, foreign, lenient, pftrace
-from tracereader.trace.decoded import REPLACEMENT, decoded, printable_text
+from tracereader.trace.decoded import REPLACEMENT, T, decoded, printable_text
 from tracereader.trace.facts import RunFacts, run_facts
 from tracereader.trace.lenient import Defects
 from tracereader.trace.types import SHAPES
@@ -60,7 +60,6 @@ KINDS = {
 NO_SLICES = ("", "ac2g", "fwdbwd", "cpu_instant_event", "Trace")
 # The phases of Chrome's events that the profiler and Perfetto write.
 PHASES = ("X", "s", "t", "f", "M", "i", "I", "C", "B", "E", "b", "n", "e")
-T = TypeVar("T")
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.+", re.S)  # Path writes one slash
 
 
