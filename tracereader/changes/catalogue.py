@@ -29,7 +29,7 @@ from tracereader.changes.opportunity import (
     priced,
     worth_showing,
 )
-from tracereader.changes.vetoes import is_vetoed
+from tracereader.changes.vetoes import VETOES
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.users_code import function_around, users_frames
@@ -113,7 +113,8 @@ def each_priced(
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")
-        if is_vetoed(change.name, case) or (on_gpu and not holds_on(change.needs, backend)):
+        vetoed = any(one.change == change.name and one.holds(case) for one in VETOES)
+        if vetoed or (on_gpu and not holds_on(change.needs, backend)):
             continue
         proposal = (change.propose if on_gpu else change.on_cpu)(case)
         if proposal is None:
@@ -125,7 +126,7 @@ def each_priced(
         one = priced(change.name, change.title, proposal, unprofiled, estimates, error, lost)
         if shortens or is_worth_showing(one):
             dur, now = case.graph.dur, proposal.graph.dur  # the same list if GPU work does not change
-            nodes = case.nodes if now is not dur else ()
+            nodes = ((work, case.graph.activity[id(work)]) for work in (case.replayed.work if now is not dur else ()))
             shorter = {work: dur[node] - now[node] for work, node in nodes if now[node] < dur[node]}
             said = {name: in_its_words(getattr(one, name), backend) for name in ("title", "evidence", "how")}
             said["function"] = function_around(frames, _spans(case, proposal.graph, shorter)) if frames else None

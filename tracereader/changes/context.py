@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import msgspec
 
@@ -26,13 +25,11 @@ from tracereader.findings.recording import (
 from tracereader.replay import Graph
 from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work, start_of
-from tracereader.trace.grouped import grouped
+from tracereader.trace.grouped import T, grouped
 from tracereader.trace.labels import INDUCTORS_CALL
 
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
-
-T = TypeVar("T")
 # A GPU activity: its slice, its measurements, and the op that launched it.
 Entry = tuple[Work, GpuWork, Op | None]
 
@@ -166,11 +163,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         graph, scale = self.graph, self.graph.recorded_us / self.graph.replayed_us
         shares = cpu_shares(self.summary, graph.cpu_us)
         return tuple(Unprofiled(scale * step_us_at(graph, share), share, scale) for share in shares)
-
-    @cached_property
-    def nodes(self) -> list[tuple[Work, int]]:
-        """Return each GPU activity of a replayed step, and its node."""
-        return [(one, self.graph.activity[id(one)]) for one in self.replayed.work]
 
     @cached_property
     def launch_us(self) -> float:

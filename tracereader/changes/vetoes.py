@@ -63,8 +63,3 @@ VETOES = (
     Veto("cuda_graph", lambda case: case.has("aten::_pack_padded_sequence".__eq__),
          "what an RNN launches then depends on the lengths of the sequences"),
 )  # fmt: skip
-
-
-def is_vetoed(change: str, case: Case) -> bool:
-    """Return whether a row rules this change out."""
-    return any(one.change == change and one.holds(case) for one in VETOES)
