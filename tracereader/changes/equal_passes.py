@@ -29,8 +29,7 @@ from tracereader.replay.changes import with_cpu_time, with_durations, without_cp
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
-from tracereader.two_runs.same_work import LEFT, products, same_flops
-from tracereader.two_runs.side import Side
+from tracereader.two_runs.same_work import halved, products, same_flops
 
 MOSTLY = 0.5  # of a step's GPU time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
@@ -55,12 +54,6 @@ class Loop(msgspec.Struct, frozen=True):
     starts: tuple[int, ...]
     end: int
     what: str
-
-
-def _follows_larger_batch(before: Side, after: Side) -> bool:
-    """The matrix products have the same FLOPs in at most half as many kernels."""
-    was, now = (products(side) for side in (before, after))
-    return len(now) <= LEFT * len(was) and same_flops(was, now)
 
 
 def at_once_on_the_cpu(case: Case) -> Proposal | None:
@@ -115,7 +108,9 @@ def _proposed(graph: Graph, found: Sequence[Loop], more: str = "", most: Graph |
 @change(
     "give each launch more work",
     "no pass needs what another one computes",
-    followed=_follows_larger_batch,
+    followed=halved(
+        lambda side: len(products(side)), lambda before, after: same_flops(products(before), products(after))
+    ),
     on_cpu=at_once_on_the_cpu,
 )
 def larger_batch(case: Case) -> Proposal | None:

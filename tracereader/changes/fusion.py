@@ -13,7 +13,7 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.precision import follows_tensor_cores
+from tracereader.changes.precision import follows_half_precision, follows_tf32
 from tracereader.changes.roofline import moving_us
 from tracereader.changes.vetoes import BATCH_NORM, has_batch_norms_of_volumes
 from tracereader.figures.gpu_work import GpuWork
@@ -82,7 +82,7 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
     shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = same_products(before, after) and attention[0] == attention[1]
-    as_many = as_many and (same_type(before, after) or follows_tensor_cores(before, after))
+    as_many = as_many and any(judge(before, after) for judge in (same_type, follows_tf32, follows_half_precision))
     compiled = newly_compiled(before, after)
     # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
     as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
@@ -372,14 +372,11 @@ def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> 
 
 def _well_moved_us(one: GpuWork, op: Op | None, peaks: Peaks | None) -> float:
     """Return a kernel's time (µs); of a pointwise one and of a cast at most the time of a good kernel for its bytes."""
-    if not one.bytes_moved or peaks is None or not (one.family == "pointwise" or (op is not None and _is_cast(op))):
+    types = op.inputs.types if op is not None and op.name == "aten::copy_" else []
+    is_cast = len(types) > 1 and types[0] != types[1]
+    if not one.bytes_moved or peaks is None or not (one.family == "pointwise" or is_cast):
         return one.us
     return min(one.us, max(prices.LEAST_KERNEL_US, moving_us(one.bytes_moved, peaks)))
-
-
-def _is_cast(op: Op) -> bool:
-    types = op.inputs.types if op.name == "aten::copy_" else []
-    return len(types) > 1 and types[0] != types[1]
 
 
 @cache

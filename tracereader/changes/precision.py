@@ -38,11 +38,6 @@ MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 STAY = 0.7
 
 
-def follows_tensor_cores(before: Side, after: Side) -> bool:
-    """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
-    return follows_tf32(before, after) or follows_half_precision(before, after)
-
-
 def follows_tf32(before: Side, after: Side) -> bool:
     """As many products and convolutions run, and most of those in fp32 on CUDA cores are in TF32."""
     return _moved(before, after, _SLOW, _TF32)
