@@ -180,7 +180,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
         if runs is not None:
             runs.add(trace, summary)
     if runs is not None:
-        page.write(page.of_runs(runs), args.html, args.force, aside=args.markdown)
+        page.write(runs.page(), args.html, args.force, aside=args.markdown)
     if args.markdown:
         from tracereader.show import markdown
 
@@ -309,13 +309,11 @@ def _as_ranks(args) -> bool:
     summary, traces = found
     if args.json:
         print(ranks.as_json(summary, view, args.limit, args.json == "short"))
-    elif args.export is not None:
-        pass
     elif args.html is not None:
         from tracereader.show import page
 
         page.write(page.of_ranks(summary, traces, args.limit), args.html, args.force)
-    else:
+    elif args.export is None:
         ranks.explain(summary, traces, view, args.limit)
     if args.open or args.export is not None:
         name, content = export.merged(summary, args.limit)

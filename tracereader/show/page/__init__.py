@@ -18,7 +18,7 @@ from tracereader.show.predictions import predictions_of
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
-__all__ = ["Runs", "of_file", "of_ranks", "of_runs", "of_trace", "write"]
+__all__ = ["Runs", "of_file", "of_ranks", "of_trace", "write"]
 
 Page = tuple[str, list[str]]  # the HTML text, and descriptions of content that the user may not want to share
 
@@ -38,12 +38,6 @@ def of_file(file: Path, view: View, measured: dict | None = None) -> Page:
     """Return the page of one trace file. measured: see of_trace(). Raises BadInput."""
     trace, summary = report.opened(file, view)
     return of_trace(trace, summary, predictions_of(trace), measured)
-
-
-def of_runs(runs: Runs) -> Page:
-    """Return the page of several runs, each compared with the first."""
-    figures, slices, chunks = runs.page()
-    return html.assembled(figures, slices, chunks), figures["holds"]
 
 
 def of_ranks(summary: RanksSummary, traces: Sequence[RankTrace], limit: int) -> Page:

@@ -13,7 +13,7 @@ from tracereader.findings import steps
 from tracereader.findings.finding import family_in_words
 from tracereader.show.comparison import proposed_by
 from tracereader.show.limits import measures
-from tracereader.show.page import data
+from tracereader.show.page import data, html
 from tracereader.show.page.timeline import Packing
 from tracereader.trace import Trace
 from tracereader.trace.kernel_names import labels
@@ -53,8 +53,8 @@ class Runs:
         )
         self.hosts.append(trace.host)
 
-    def page(self) -> tuple[dict, dict, list[bytes]]:
-        """Return the figures, the description of the timeline's columns, and the columns."""
+    def page(self) -> tuple[str, list[str]]:
+        """Return the page's HTML text, and descriptions of content that the user may not want to share."""
         slices, chunks = self.packing.packed({"steps": self.steps})
         slices = data.described(slices, self.decoded, self.pieces, "")
         figures = {
@@ -64,7 +64,7 @@ class Runs:
             "holds": data.holds(self.hosts, slices),
             **_figures(self.summaries, self.proposed),
         }
-        return figures, slices, chunks
+        return html.assembled(figures, slices, chunks), figures["holds"]
 
 
 def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> dict:
