@@ -193,9 +193,8 @@ def _of_new_tokens(case: Case) -> dict[Work, float]:
         if op is None or work.launch is None:
             continue
         place, sizes = bisect_left(ends, work.launch.start), {size for dim in op.inputs.dims for size in dim}
-        for of in reversed(
-            here[max(0, place - 1) : place + 1]
-        ):  # the next one first: tokens may be as many as features
+        # The next one comes first: tokens may be as many as features.
+        for of in reversed(here[max(0, place - 1) : place + 1]):
             if not sizes.isdisjoint((of.tokens, of.tokens * of.batch)):
                 if id(of) in shorter:
                     found[work] = _of_one_us(case, one, of.tokens)

@@ -112,7 +112,7 @@ def _converts(one: GpuWork) -> bool:
 def channels_last(case: Case) -> Proposal | None:
     conversions = [(work, one) for work, one, _ in case.activities if _converts(one)]
     convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if conversions else ()
-    if not conversions or (found := _channels_last_layout(case, convolutions)) is None:
+    if not conversions or (found := _channels_last_layout(convolutions)) is None:
         return None
     layout, what = found
     gone = case.in_all_steps(dict.fromkeys((work for work, _ in conversions), 0.0))
@@ -126,7 +126,7 @@ def channels_last(case: Case) -> Proposal | None:
     )
 
 
-def _channels_last_layout(case: Case, ops: Iterable[Op]) -> tuple[str, str] | None:
+def _channels_last_layout(ops: Iterable[Op]) -> tuple[str, str] | None:
     """Return the layout with the channels last that these ops' first inputs can have, and what these inputs are.
 
     Without recorded shapes they are taken for images. The result is None for other inputs.

@@ -1,7 +1,7 @@
 """Equal runs of a step's GPU activities: a model's layers, by the kernels' names, and the replays of a CUDA graph."""
 
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, count, islice, pairwise
@@ -105,10 +105,8 @@ def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWor
 
 def _in_first_order(nodes: list[_Node], first: list[int], places: list[int]) -> Iterator[int]:
     """Return a replay's positions in the first replay's order: the nth activity of each kind matches the nth."""
-    of_kind = defaultdict(deque)
-    for place in places:
-        of_kind[nodes[place].kind].append(place)
-    return (of_kind[nodes[place].kind].popleft() for place in first)
+    of_kind = {kind: iter(some) for kind, some in grouped((nodes[place].kind, place) for place in places).items()}
+    return (next(of_kind[nodes[place].kind]) for place in first)
 
 
 def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:

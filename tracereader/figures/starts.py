@@ -75,19 +75,10 @@ def _start(overheads: dict[str, Lengths], one: Work, gap: int | None, idle: Coun
     if launch is None or launch.start > one.start:
         return Start(one.name, gap_us, gap_in, None, {}, None, None, None)
     own = Counter({name: some.between(launch.start, one.start) for name, some in overheads.items()})
-    parts, at = [], launch.start
+    parts, at = [], launch.start  # in the queue, in the call, and the rest of the way
     for end in (stream_free or launch.start, launch.end, one.start):
         end = min(max(at, end), one.start)
         parts.append((end - at - sum(some.between(at, end) for some in overheads.values())) / 1e3)
         at = end
-    queue_us, call_us, way_us = parts
-    return Start(
-        name=one.name,
-        gap_us=gap_us,
-        gap_in=gap_in,
-        wait_us=(one.start - launch.start) / 1e3,
-        own_us={name: ns / 1e3 for name, ns in own.most_common() if ns > 0},
-        queue_us=queue_us,
-        call_us=call_us,
-        way_us=way_us,
-    )
+    own_us = {name: ns / 1e3 for name, ns in own.most_common() if ns > 0}
+    return Start(one.name, gap_us, gap_in, (one.start - launch.start) / 1e3, own_us, *parts)

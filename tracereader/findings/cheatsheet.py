@@ -29,8 +29,6 @@ def found(summary: Summary, asked: Iterable[Finding] = CHEATSHEET) -> list[Shown
 
 def _in_its_words(one: Finding, verdict: Verdict, backend: str | None) -> Shown:
     """Return a finding and its verdict in the words of the trace's device."""
-    if backend in ("cuda", None):
-        return one, verdict
     said = {name: in_its_words(getattr(one, name), backend) for name in ("see", "means")}
     evidence = in_its_words(verdict.evidence, backend)
     return msgspec.structs.replace(one, **said), msgspec.structs.replace(verdict, evidence=evidence)

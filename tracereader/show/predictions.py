@@ -19,8 +19,7 @@ MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [
 
 def predictions_of(trace: Trace) -> list[Prediction]:
     """Return the predictions of the numbered script that made this trace, as far as this version can read them."""
-    records = trace.facts.guesses
-    return [one for record in records if (one := expect.from_record(record))]
+    return [one for record in trace.facts.guesses if (one := expect.from_record(record))]
 
 
 def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view: View) -> None:

@@ -22,7 +22,7 @@ from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.marks import StepsBy
 from tracereader.trace.quality import CAPTURE_EDGE
-from tracereader.trace.slices import Op, Recorded, Step, Trace, Work, innermost, start_of
+from tracereader.trace.slices import Op, Recorded, Trace, Work, innermost, start_of
 from tracereader.trace.tree import read, ties_of
 
 MEMSET_KERNEL = re.compile(r"memset\d+")
@@ -92,7 +92,7 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> Counter:
             if (ordered := _in_order(some)) is None:
                 untied["no_order"] += 1
                 continue
-            executed = _executed_size(step, some[0].launch)
+            executed = _executed_size(some[0].launch)
             key = (executed, *((one.name, one.kind) for one in ordered))
             if key not in known:
                 found = _of_size([fit for one in recordings for fit in _fits(one, ordered)], executed)
@@ -225,7 +225,7 @@ def _op_of(call: Op) -> Op | None:
     return next((op for op in call.above() if op.kind == "op"), None)
 
 
-def _executed_size(step: Step, launch: Op) -> int | None:
+def _executed_size(launch: Op) -> int | None:
     """Return the batch size in the names of the annotations around a launch; None without one."""
     for op in launch.above():
         if match := EXECUTED_SIZE.search(op.name):
