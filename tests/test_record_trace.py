@@ -312,6 +312,31 @@ def test_it_is_asked_each_twentieth_of_a_second_whether_enough_steps_are_measure
     assert one.finish() == pytest.approx([step_s * 1e6] * asked_at[-1], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "other"), [(1700, 0, True), (0, 1700, True), (1700, 1500, False), (5, 60, False)]
+)
+def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before, after, other):
+    """The times from before the recording stay, with its trace. Page faults tell that the allocator works otherwise."""
+    module, faults = inside("measuring"), 0
+    module.page_faults = lambda: faults
+    one = module.Measuring(types.SimpleNamespace(cuda=None))
+    recording = inside("recording").Recording.__new__(inside("recording").Recording)
+    recording.measuring, recording.trace, recording.steps_us = one, None, None
+    recording.plan, recording._profile, ends = {"modules": False}, lambda *how: None, []
+    recording._end = lambda: ends.append(recording.trace)
+    for each, trace in ((before, None), (after, "trace.json")):
+        recording.trace = trace
+        one.begin()
+        for _ in range(4):
+            faults += each
+            one.ended()
+        assert one.marks
+        recording._timed(4, again=False)
+        assert one.faults == each
+        times = recording.steps_us if trace is None else times
+    assert ends == ["trace.json"] * other and (recording.steps_us is times) == other
+
+
 def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
     """Its steps become shorter for twelve steps, and nothing is measured before they are as short as they get."""
     module, clock = inside("measuring"), Clock()

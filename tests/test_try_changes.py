@@ -240,6 +240,20 @@ def test_what_runs_together_first_is_improved_where_the_time_is_short(searched):
     assert session.saving(session.together).helps
 
 
+@pytest.mark.parametrize(
+    ("faults", "device", "set_already", "applies"),
+    [(1000, "cpu", False, True), (100, "cpu", False, False), (1000, "cuda", False, False), (1000, "cpu", True, False)],
+)
+def test_freed_memory_is_kept_where_steps_on_a_cpu_have_page_faults(faults, device, set_already, applies, monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    if set_already:
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
+    (one,) = [one for one in candidates.all_candidates() if one.key == "keep_memory"]
+    assert one.applies(Seen(page_faults=faults, device=device)) == applies
+    assert dict(one.environment).keys() == {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+
+
 def test_guards_are_skipped_only_beside_compiled_code(searched, capsys):
     seen = Seen(modules=(MODEL,), torch="2.15.0", threads=4)
     session = searched(Simulated({"compile": 0.5, "skip_guards": 0.8}, seen), only=("compile", "skip_guards"))

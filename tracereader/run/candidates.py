@@ -12,6 +12,9 @@ import msgspec
 
 Place = dict[str, object]  # an object or a call of the program, with its "line" and what is known of it
 HALF = ("float16", "bfloat16")
+# Page faults of a step from which on glibc may return memory to the system that the next step needs again.
+MANY_FAULTS = 200
+GLIBC_KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -20,7 +23,7 @@ class Seen(msgspec.Struct, frozen=True):
     Each object has its `line`, the line of the program that made or called it, and `through`, the line of a package
     that did it for the program. unused: the outermost modules with gradients that no optimizer uses. world_size: the
     number of processes that train together. workers: how many workers of a DataLoader are tried. backward: whether
-    there was a backward pass, as also where parameters are changed by hand.
+    there was a backward pass, as also where parameters are changed by hand. page_faults: of each step.
     """
 
     modules: tuple[Place, ...] = ()
@@ -45,6 +48,7 @@ class Seen(msgspec.Struct, frozen=True):
     world_size: int = 1
     workers: int = 0
     backward: bool = False
+    page_faults: float = 0.0
 
     @property
     def on_gpu(self) -> bool:
@@ -454,6 +458,15 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda one: bool(one.get("broadcast_buffers")) and bool(one.get("buffers")),
         ),
         *(_threads(key, number) for key, number in threads),
+        Candidate(
+            "keep_memory",
+            "freed memory kept",
+            lambda seen: (
+                not seen.on_gpu and seen.page_faults > MANY_FAULTS and not GLIBC_KEEPS.keys() & os.environ.keys()
+            ),
+            lambda seen: f"{' '.join(f'{name}={value}' for name, value in GLIBC_KEEPS.items())} in the environment",
+            environment=tuple(GLIBC_KEEPS.items()),
+        ),
         Candidate(
             "gc_freeze",
             "gc.freeze()",

@@ -164,6 +164,7 @@ def run_once(
                 **first.get("seen", {}),
                 "world_size": first.get("world_size", 1),
                 "backward": bool(first.get("losses")),
+                "page_faults": first.get("page_faults", 0.0),
             },
             Seen,
         ),

@@ -10,6 +10,8 @@ STEADY = 4  # so many steps are compared with as many before them
 FALLING = 1.15  # steps that were longer than the latest ones by this factor are still becoming shorter
 STOCK_S = 8  # for using up the batches that are ready, which say nothing of how fast a loader is
 STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady, after the first step
+# Page faults that a step has more or less once the recording has changed the allocator's memory. Each takes about 1 µs.
+MANY_FAULTS = 100
 # A GPU's event costs the CPU about as much as a launch or two, so short steps share one: a step of 54 µs took 81 µs on
 # an H100 with an event of its own.
 EVENT_EACH_S, STEPS_AN_EVENT = 0.004, 50
@@ -46,6 +48,7 @@ class Measuring:
         self.stock = 0  # batches that a loader's workers have prepared while the first steps were slow
         self.measuring = False
         self.steady = False
+        self.faults = 0.0  # page faults of each measured step
 
     @property
     def steps(self):
@@ -103,6 +106,7 @@ class Measuring:
         self.timed_by_gpu = self._on_gpu()
         self.hastily = hastily and not self.timed_by_gpu
         self.marks, self.events, self.own = [], [], []
+        self.faulted = page_faults()
         if self.contention is not None:
             self.contention.begin()
         self._mark()
@@ -171,6 +175,7 @@ class Measuring:
         self._synchronize()
         if len(self.marks) < 2:
             return []
+        self.faults = (page_faults() - self.faulted) / (len(self.marks) - 1)
         found = []
         for (first, before), (last, after) in itertools.pairwise(self.events):
             count = last - first
@@ -180,6 +185,11 @@ class Measuring:
             found = self.without_others()
         self.counted, self.marks = self.steps, []
         return found
+
+    def has_other_memory(self, faults):
+        """Return whether the steps that were measured last have far more or fewer page faults than earlier ones."""
+        least, most = sorted((faults, self.faults))
+        return most > 2 * least + MANY_FAULTS
 
     def without_others(self):
         """Return the measured steps in µs by the CPU's clock, without what other programs cost if that is known."""
@@ -220,3 +230,12 @@ class Measuring:
             return self.torch._C._cuda_memoryStats(self.torch.cuda.current_device())["segment"]["all"]["allocated"]
         except Exception:  # an allocator of the program's own
             return 0
+
+
+def page_faults():
+    """Return how often this process was given memory without reading a disk; 0 where that is not told."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -261,6 +261,7 @@ class Session:
             "can_exit": self.thread is threading.main_thread(),
             "kind": self.steps.kind,
             "ends_with": self.steps.ends_with,
+            "page_faults": self.work.measuring.faults,
             "why": self.why,
             "peak_bytes": torch.cuda.max_memory_allocated() if _on_gpu(torch) else None,
             **self.work.facts(),
