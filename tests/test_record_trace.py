@@ -794,6 +794,7 @@ def test_steps_of_which_each_runs_in_a_new_thread_are_recorded(goes_on, tmp_path
     code = NEW_THREADS.replace("STEPS", "200" if goes_on else "100_000")
     found, traces = recorded(tmp_path, code, *["--continue"] * goes_on)
     assert found.returncode == 0 and found.stdout == "end\n" * goes_on, found.stderr
+    assert "Traceback" not in found.stderr
     (trace,) = traces.values()
     steps = [one for one in steps_in(trace) if one["cat"] == "user_annotation"]
     linears = {one["tid"] for one in trace["traceEvents"] if one.get("name") == "aten::linear"}
@@ -822,6 +823,28 @@ def test_steps_of_several_threads_are_not_taken_for_those_of_one(tmp_path):
     assert set(calls_in_each_step(trace, "aten::linear")) != {0}
     assert trace["unprofiled_step_us"] > 1000  # one thread sleeps for so long between two steps
     assert "other threads made" in found.stderr and "have one thread make all" in found.stderr
+
+
+TURNS = f"""{LOOP.replace("optimizer =", "# ")}from concurrent.futures import ThreadPoolExecutor
+pools = [ThreadPoolExecutor(1) for _ in range(2)]
+def serve():
+    return model(torch.ones(2, 8))
+model.register_forward_hook(lambda *one: time.sleep(0.005))
+try:
+    for i in range(100_000): pools[i % 2].submit(serve).result()
+finally:
+    print('cleaned up')
+"""
+
+
+@pytest.mark.exhaustive
+def test_steps_that_two_threads_make_in_turn_are_those_of_one_program(tmp_path):
+    found, traces = recorded(tmp_path, TURNS)
+    assert (found.returncode, found.stdout) == (0, "cleaned up\n"), found.stderr
+    assert "Traceback" not in found.stderr and "other threads" not in found.stderr
+    (trace,) = traces.values()
+    assert 5000 < trace["unprofiled_step_us"] < 10_000  # a turn of both takes 10 ms at least
+    assert calls_in_each_step(trace, "aten::linear") == [1] * 4
 
 
 @pytest.mark.exhaustive

@@ -86,6 +86,10 @@ class Measuring:
         self.steady = self.quiet >= 2 and not few and not falls
         return self.steady or late or self._is_slow([one * 1e6 for one in latest])
 
+    def warm_up_again(self):
+        """Forget the steps so far: those that follow are others."""
+        self.ends, self.quiet, self.steady = [], 0, False
+
     def _warm_s(self):
         return [after - before for before, after in itertools.pairwise(self.ends)]
 
@@ -189,7 +193,7 @@ class Measuring:
     def has_other_memory(self, faults):
         """Return whether the steps that were measured last have far more or fewer page faults than earlier ones."""
         least, most = sorted((faults, self.faults))
-        return most > 2 * least + MANY_FAULTS
+        return most > 2 * least + MANY_FAULTS and not self.timed_by_gpu
 
     def without_others(self):
         """Return the measured steps in µs by the CPU's clock, without what other programs cost if that is known."""

@@ -76,7 +76,7 @@ class Recording:
             return
         measuring.ended()
         if self.phase == "warming up":
-            if session.leads and measuring.ready:
+            if session.leads and measuring.ready and not session.takes_in():
                 session.decide("time")
             if session.due("time"):
                 session.steps.narrow()

@@ -4,14 +4,20 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
+import time
 
 OLDEST = 2, 1  # torch. Hooks on all optimizers came with 2.0; what came later is looked for before it is used
 AHEAD = 3  # steps between a rank's decision and the step at which all ranks follow it
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+# Steps of several threads, none of which ran beside another, and the seconds after which fewer are enough.
+TURNS, TURNS_S = 100, 3
+TURNS_SHARE = 0.3  # of the time, at least, that one of them is in its step
+END = getattr(signal, "SIGRTMAX", None)  # of the signals that have no other use
 LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -36,6 +42,7 @@ class Session:
         self.folder = plan["folder"]
         self.pid = os.getpid()
         self.made = None
+        self.listens = False  # whether a signal ends the program by an exception in its main thread
         self.fresh()
 
     def fresh(self):
@@ -48,6 +55,7 @@ class Session:
         self.settled = None  # whether this process leads, once that is known
         self.decisions = {}
         self.thread = None
+        self.turns = None  # since when it is watched whether several threads take turns, and their calls' time then
         self.elsewhere = 0  # steps in other threads than the one that is measured
         self.roams = False  # whether each step is measured in the thread that makes it, because these end
         self.lock = threading.Lock()
@@ -62,10 +70,22 @@ class Session:
             self.made = changes.install(self.torch, self.plan["changes"], self.plan.get("look", False))
             changes.seed(self.torch)
         self.steps.start()
+        self._listen()
         self._write("imported", "")
         atexit.register(self.at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forked)
+
+    def _listen(self):
+        """Have a signal end the program as end_program() does, for steps that another thread makes."""
+
+        def end(number, frame):
+            raise SystemExit(0)
+
+        in_main = threading.current_thread() is threading.main_thread()
+        if END is not None and in_main and not self.plan.get("go_on") and signal.getsignal(END) is signal.SIG_DFL:
+            signal.signal(END, end)
+            self.listens = True
 
     def forked(self):
         """Begin again in the child of a fork. Another process is measured, so it records only if that one does not."""
@@ -157,9 +177,31 @@ class Session:
                 self.write_result()
                 self.finish()
                 return False
-            self.roams, self.elsewhere = True, 0
-            self.work.measuring.contention = None  # it counts what one thread waits
+            self._roam()
         self.thread = thread
+        return True
+
+    def _roam(self):
+        self.roams, self.elsewhere = True, 0
+        self.work.measuring.contention = None  # it counts what one thread waits
+
+    def takes_in(self):
+        """Return whether the warm-up goes on, to see whether the steps of several threads are those of one program.
+
+        They are if the threads make them in turn, as a pool of threads does that serves one request at a time: a step
+        of one of them would last until it is that thread's turn again. The warm-up begins again then.
+        """
+        if self.roams or not self.elsewhere or self.steps.kind != "module" or self.steps.together:
+            return False
+        if not self.work.can_roam():
+            return False
+        now, inside_s = time.perf_counter(), self.steps.inside_s
+        since, before = self.turns = self.turns or (now, inside_s)
+        if self.elsewhere >= TURNS or now > since + TURNS_S:
+            if inside_s - before < TURNS_SHARE * (now - since):
+                return False  # short calls of threads that do not know of each other seldom meet
+            self._roam()
+            self.work.measuring.warm_up_again()
         return True
 
     def claim(self):
@@ -234,7 +276,9 @@ class Session:
             self.finish()
         self.steps.stop()
         if self.thread is not threading.main_thread():
-            self.finish()  # in another thread it would end that one only: the command ends the program
+            self.finish()  # in another thread it would end that one only
+            if self.listens:  # otherwise the command ends the program
+                signal.pthread_kill(threading.main_thread().ident, END)
             return
         outcomes = sys.modules.get("_pytest.outcomes")
         if outcomes is not None and "PYTEST_CURRENT_TEST" in os.environ:
@@ -258,7 +302,7 @@ class Session:
             "pid": self.pid,
             "steps": self.work.steps,
             "elsewhere": self.elsewhere,
-            "can_exit": self.thread is threading.main_thread(),
+            "can_exit": self.listens or self.thread is threading.main_thread(),
             "kind": self.steps.kind,
             "ends_with": self.steps.ends_with,
             "page_faults": self.work.measuring.faults,
@@ -317,7 +361,7 @@ class Timing:
                 if session.local_world_size == 1:
                     session.end_program()
         else:
-            if session.leads and measuring.ready:
+            if session.leads and measuring.ready and not session.takes_in():
                 session.decide("time")
             if session.due("time"):
                 session.steps.narrow()

@@ -73,6 +73,9 @@ class Steps:
         self.busy = _Busy()
         self.classes, self.module_undo = set(), []
         self.module_calls = 0
+        self.inside = []  # one entry for each thread that is in an outermost call
+        self.inside_s = 0.0  # the time of such calls before steps are timed
+        self.together = False  # whether several threads were in outermost calls at a time
         self.caller = None  # the number of the thread that calls modules, or SEVERAL
         self.with_parameters = weakref.WeakKeyDictionary()
         self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
@@ -213,6 +216,7 @@ class Steps:
             return
         self.classes.add(kind)
         call, busy, fast, traced, backward = kind.__call__, self.busy, self.fast, self.traced, self.backward
+        inside, clock = self.inside, time.perf_counter
         is_usual = call is self.usual_call  # otherwise it calls the usual one itself
         # Layers of transformers call nn.Module's __call__ by its name, so that their compiled code holds for that
         # method only. It therefore finds its own: another one would have the model compiled again when we leave.
@@ -233,10 +237,18 @@ class Steps:
             hidden = usual and self._one_thread_calls() and kind.__call__ is __call__
             if hidden:
                 kind.__call__ = usual
+            counts = not fast
+            if counts:
+                began = clock()
+                inside.append(module)
+                self.together = self.together or len(inside) > 1
             try:
                 result = run(module, *args, **kwargs)
             finally:
                 busy.inside = False
+                if counts:
+                    inside.pop()
+                    self.inside_s += clock() - began
                 if hidden and kind in self.classes and kind.__call__ is usual:
                     kind.__call__ = __call__
             if fast and backward() == NO_BACKWARD and fast[1]():
