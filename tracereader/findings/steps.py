@@ -218,7 +218,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
             small = ": the ops are small, or other programs use the cores, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
     if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
-        where = "in Python, in the profiler, or in code that is not recorded"
+        where = "Python, the profiler, unrecorded code, or a wait for another thread"
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.source.facts.script and not summary.source.shapes_recorded
     asked = "; the script's flag --record-shapes adds the rates that show what limits the step" if could else ""

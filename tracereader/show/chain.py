@@ -26,8 +26,8 @@ def show(out: Console, step: Step, summary: Summary, layers: Mapping[int, str], 
     """
     folded = not view.all and step.size > LINES_SHOWN
     of = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
-    path = f"call tree along the slowest path, {of}: the {CALLS_SHOWN} costliest names per level"
-    out.print(head(path if folded else f"call tree of {of}", "chain"))
+    path = f", along its slowest path: the {CALLS_SHOWN} costliest names per level" * folded
+    out.print(head(f"call tree of {of}{path}", "chain"))
     if folded:
         _slowest_path(out, step.roots, layers)
         return

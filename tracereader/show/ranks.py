@@ -413,7 +413,7 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
         return
     _print(out, ("step, ms", *TIMES), rows)
     if len(names) > STEPS_SHOWN and not view.all:
-        out.print(f"{len(names) - STEPS_SHOWN} more steps are not shown")
+        out.print(f"steps that are not shown: {len(names) - STEPS_SHOWN}")
     rows = [
         (Name(f"{phase}, rank {one.rank}"), *(_ms(findings.usual(summary, one, phase, of)) for of in FIGURES))
         for phase in _shown_phases(summary, view)
