@@ -158,7 +158,7 @@ def test_one_worker_needs_as_long_for_a_batch_as_the_main_process():
     assert "num_workers=1 or more" in one.how and "pin_memory" not in one.how
 
 
-@pytest.mark.parametrize(("added_us", "is_explained"), [(5, True), (25, False)])
+@pytest.mark.parametrize(("added_us", "is_explained"), [(5, True), (25, False), (-25, False)])
 def test_time_that_the_profiler_does_not_explain_may_be_that_of_any_op(added_us, is_explained, tmp_path, capsys):
     """A change of adamw_forloop removes calls, and what recording added may lie in them, or outside."""
     document = json.loads(gzip.decompress(file_of("adamw_forloop").read_bytes()))
@@ -169,12 +169,11 @@ def test_time_that_the_profiler_does_not_explain_may_be_that_of_any_op(added_us,
     file.write_text(json.dumps(document))
     one = priced_changes(file)["fused_optimizer"]
     assert cli.main([str(file)]) == 0
-    said = "which the profiler's own work does not explain" in " ".join(capsys.readouterr().out.split())
+    said = "shares of the recorded step may be far off" in " ".join(capsys.readouterr().out.split())
     assert said == (one.estimated_savings is not None) == (not is_explained)
     if said:
-        low, high = one.estimated_savings
-        assert low == pytest.approx(max(0, one.saves_us - step_us + known) / known - 0.02, abs=0.02)
-        assert high == pytest.approx(min(1, one.saves_us / known + 0.02), abs=0.001)
+        ends = sorted(max(0, min(1, us / known)) for us in (one.saves_us, one.saves_us - step_us + known))
+        assert one.estimated_savings == pytest.approx((ends[0] - 0.02, ends[1] + 0.02), abs=0.02)
 
 
 def add_a_launch(events):

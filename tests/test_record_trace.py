@@ -324,6 +324,7 @@ def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before
     recording.measuring, recording.trace, recording.steps_us = one, None, None
     recording.plan, recording._profile, ends = {"modules": False}, lambda *how: None, []
     recording._end = lambda: ends.append(recording.trace)
+    times = None
     for each, trace in ((before, None), (after, "trace.json")):
         recording.trace = trace
         one.begin()

@@ -94,11 +94,12 @@ def unprofiled(summary: Summary) -> str:
     if is_idle_less(summary):
         return IDLE_LESS
     if lost := unexplained_us(summary):
-        times = summary.recorded_step_us / (summary.recorded_step_us - lost)
-        return (
-            f"Recording makes the step {times:.1f} times as long, which the profiler's own work does not "
-            "explain: shares of it may be far off. A recording without shapes is often closer."
-        )
+        times = summary.recorded_step_us / summary.unprofiled_step_us
+        far = "so shares of the recorded step may be far off"
+        if lost < 0:
+            return f"Without the profiler the step takes {1 / times:.1f} times as long, as if in another state, {far}."
+        longer = f"Recording makes the step {times:.1f} times as long, which the profiler's own work does not explain"
+        return f"{longer}, {far}. A recording without shapes is often closer."
     if summary.waits_for != "overhead":
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us
@@ -120,12 +121,13 @@ def unexplained_us(summary: Summary) -> float:
 
     It may lie in any op. A profiler that records shapes keeps a small part of each tensor, which can keep glibc from
     using a freed tensor's memory again: each large tensor then has new memory, and the ops that fill it take four times
-    as long. It is 0 with a GPU, and if the run did not measure its step without the profiler.
+    as long. It is negative if the recorded step is far shorter, and 0 with a GPU, and if the run did not measure its
+    step without the profiler.
     """
     known, recorded = summary.unprofiled_step_us, summary.recorded_step_us
-    if known is None or summary.gpu_us or summary.chosen is None or recorded < SLOWED * known:
+    if known is None or summary.gpu_us or SLOWED * recorded > known > recorded / SLOWED:
         return 0.0
-    return recorded - known if recorded - known > _costs_us(summary)[1] else 0.0
+    return recorded - known if not 0 <= recorded - known <= _costs_us(summary)[1] else 0.0
 
 
 def measured(busy_us: float, step_us: float) -> str:
