@@ -94,6 +94,7 @@ CPU_ONLY_PAIRS = tuple(
         ("attention_naive", "attention_sdpa"), ("attention_trained_naive", "attention_trained_sdpa"),
         ("adamw_forloop", "adamw_fused"), ("anomaly_on", "anomaly_off"), ("mask_each_step", "mask_once"),
         ("loader_inline", "loader_worker"), ("adapters_apart", "adapters_merged"),
+        *((f"float64/{name}", f"float64/{name}_without") for name in ("products", "stencil", "kernel")),
         *((f"indices/{name}", f"indices/{name}_without") for name in ("recurrence", "scan", "heads")),
     )
 )  # fmt: skip

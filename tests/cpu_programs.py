@@ -235,10 +235,55 @@ def first_tokens():
     return step
 
 
+def products(weak):
+    """Data from NumPy is in float64, and the model follows it."""
+    dtype = torch.float64 if weak else torch.float32
+    model, x = mlp(64, 256, 256, 1).to(dtype), torch.randn(128, 64, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def stencil(weak):
+    """Heat spreads on a grid."""
+    heat = torch.rand(256, 256, dtype=torch.float64 if weak else torch.float32)
+
+    def step():
+        nonlocal heat
+        for _ in range(3):
+            near = sum(heat.roll(by, dim) for by in (1, -1) for dim in (0, 1))
+            heat = heat + 0.1 * (near - 4 * heat) * torch.exp(-heat)
+
+    return step
+
+
+def kernel(weak):
+    """The likelihood of a Gaussian process is maximized."""
+    dtype = torch.float64 if weak else torch.float32
+    x, scale = torch.rand(150, 3, dtype=dtype), torch.zeros(3, dtype=dtype, requires_grad=True)
+    y, noise = x.sum(1, keepdim=True).sin(), 0.1 * torch.eye(150, dtype=dtype)
+    optimizer = torch.optim.SGD([scale], 0.001)
+
+    def step():
+        optimizer.zero_grad()
+        z = x / scale.exp()
+        lower = torch.linalg.cholesky(torch.exp(-0.5 * torch.cdist(z, z) ** 2) + noise)
+        (0.5 * (y * torch.cholesky_solve(y, lower)).sum() + lower.diagonal().log().sum()).backward()
+        optimizer.step()
+
+    return step
+
+
 # By folder, the programs that have the weakness unless they are told otherwise, and those that do not have it.
 PROGRAMS = {
     "left_gradients": ((head_alone, teacher, condition), (loss_network, accumulation, shared_layer, every_second_step)),
     "equal_passes": ((sample_loop, tables), ()),
+    "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
 }
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -15,9 +16,10 @@ from tracereader.figures.hardware import Peaks
 from tracereader.figures.phases import in_backward
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay.changes import with_cpu_time, with_durations, without_ops
+from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op
 from tracereader.trace.families import FUSABLE
+from tracereader.trace.intervals import length, minus, union
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.op_names import FILLS, FOREACH
@@ -32,6 +34,8 @@ FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 WORTH_NAMING = 0.02
 # How the names of kernels give float64. cuBLAS writes d884gemm, dgemm and f64.
 DOUBLE = re.compile(r"\bdouble\b|dgemm|d\d+gemm|f64")
+IN_FLOAT32 = "model.float() and float32 data, if that is precise enough (NumPy's arrays are float64)"
+LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 # If the products run on other kernels, at least this share of the fusable kernels remains.
@@ -177,10 +181,39 @@ def _multiplies_fp32(name: str, types: str) -> bool | None:
     return True if any(word in name for word in FP32_MAKERS) else None
 
 
+def _single_on_the_cpu(case: Case) -> Proposal | None:
+    """Return the same proposal for a program that uses no GPU: what its longer ops compute themselves halves."""
+    found = []
+    for op in case.step.walk():
+        if op.kind == "op" and op.us >= LONG_OP_US and type_of(op) == "fp64":
+            own = minus([(op.start, op.end)], union((one.start, one.end) for one in op.children))
+            if length(own) >= LONG_OP_US * 1e3:
+                found.append([(op.track, start, (start + end) // 2) for start, end in own])
+    if not found:
+        return None
+    spent = 2 * sum(end - start for own in found for _, start, end in own) / 1e3
+    return Proposal(
+        without_cpu_time(case.graph, chain(*found)),
+        f"{counted(len(found), 'op')} of {LONG_OP_US} µs and more compute in float64 for {duration(spent)}; half of it "
+        "in float32",
+        IN_FLOAT32,
+        assumed=True,
+    )
+
+
+def _us_in_float64(side: Side) -> float:
+    """Return the time (µs) of a step's GPU activities in float64, or of its ops without a GPU."""
+    work = side.summary.cpu.cpu_work
+    return sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") + sum(
+        one.us for one in work if one.type == "double"
+    )
+
+
 @change(
     "compute in float32 instead of float64",
     "the rates of good products in float32; kernels that move data take half the time",
-    followed=halved(us_of(lambda one: one.name_says.get("types") == "fp64"), same_products),
+    followed=halved(_us_in_float64, same_products),
+    on_cpu=_single_on_the_cpu,
     keys=("tf32",),
 )
 def single_precision(case: Case) -> Proposal | None:
@@ -200,8 +233,7 @@ def single_precision(case: Case) -> Proposal | None:
         with_durations(case.graph, case.in_all_steps(times)),
         f"float64 in {counted(len(times), 'kernel')}, {duration(spent)}; in float32 about {duration(after)}"
         + f", without TF32 about {duration(without_tf32)}" * with_tf32,
-        "model.float() and float32 data, if that is precise enough (NumPy's arrays are float64)"
-        + "; and torch.set_float32_matmul_precision('high') for TF32" * with_tf32,
+        IN_FLOAT32 + "; and torch.set_float32_matmul_precision('high') for TF32" * with_tf32,
         assumed=True,
     )
 
