@@ -21,6 +21,8 @@ LOOKED_AT = 1000  # steps among which slow ones are looked for: ten times as man
 WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow steps may return at equal distances
 MORE = 1.25  # times as many steps before it is asked again whether they return: that reads files of the kernel
 TIMING = "timing steps without the profiler"
+SHAPES = "recording shapes"
+SHAPES_S = 5.0  # the longest time for which steps on a CPU are recorded a second time
 NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
 
 
@@ -48,6 +50,7 @@ class Recording:
         self.names_modules = False
         self.of_thread = threading.local()
         self.trace = None
+        self.with_shapes = None  # another trace, with the shapes that `trace` does not have
         self.undo = []
         self.starting = False
         self._watch_other_profilers()
@@ -62,6 +65,7 @@ class Recording:
             "steps_us": self.steps_us,
             "steady": self.measuring.steady,
             "trace": self.trace,
+            "with_shapes": self.with_shapes,
             "recorded": self.recorded,
             "names_modules": self.names_modules,
             **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
@@ -147,17 +151,13 @@ class Recording:
     def _profile(self, warmup, active, then):
         keep_thresholds()
         profiler = self.torch.profiler
-        kinds = [profiler.ProfilerActivity.CPU]
-        for device in ("cuda", "xpu"):
-            module = getattr(self.torch, device, None)
-            if module is not None and module.is_available() and module.is_initialized():
-                kinds.append(getattr(profiler.ProfilerActivity, device.upper()))
+        kinds = [getattr(profiler.ProfilerActivity, one) for one in ("CPU", *self._devices())]
         with _quiet(), self._ours():
             self.profiler = profiler.profile(
                 activities=kinds,
                 schedule=profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1),
                 on_trace_ready=then,
-                record_shapes=self.plan["shapes"],
+                record_shapes=self.plan["shapes"] and (self.phase == SHAPES or not self._records_shapes_apart()),
                 profile_memory=self.plan["memory"],
                 with_stack=self.plan["stacks"],
                 experimental_config=_of_all_threads(self.torch) if self.session.roams else None,
@@ -168,6 +168,19 @@ class Recording:
             # torch crashes at the program's end if this thread ends before its profiler.
             self.of_thread.at_its_end = _Deleted(self._drop_profiler)
         self.left = warmup + active
+
+    def _devices(self):
+        modules = [(device, getattr(self.torch, device, None)) for device in ("cuda", "xpu")]
+        return [one.upper() for one, module in modules if module and module.is_available() and module.is_initialized()]
+
+    def _records_shapes_apart(self):
+        """Return whether shapes are recorded a second time, in other steps, because they make steps on a CPU longer.
+
+        For each op, the profiler keeps a small part of its inputs. It can keep glibc from using the memory of a tensor
+        that is gone again: each large tensor then is in new memory, and an op that fills it takes four times as long.
+        """
+        longest = SHAPES_S * 1e6 / (self.active + 1)
+        return self.plan["shapes"] and not self._devices() and statistics.median(self.steps_us) < longest
 
     def can_roam(self):
         """Whether the profiler can record steps of several threads, one after another: not if it has been started."""
@@ -186,6 +199,12 @@ class Recording:
         self.profiler = None
         if self.phase == "starting the profiler":
             self.phase = "recording"
+            if self.notes is not None:
+                self.notes.clear()
+            self._profile(1, self.active, self._write)
+            return
+        if self.phase == "recording" and self._records_shapes_apart():
+            self.phase = SHAPES
             if self.notes is not None:
                 self.notes.clear()
             self._profile(1, self.active, self._write)
@@ -211,12 +230,15 @@ class Recording:
     def _write(self, recorded):
         """Write the trace under its name at once, with the time of a step without the profiler."""
         path = self.plan["out"]
-        if self.session.world_size > 1:
+        if self.phase == SHAPES:
+            path = os.path.join(self.plan["folder"], f"shapes-{self.session.rank}.gz")
+        elif self.session.world_size > 1:
             end = ".json.gz" if path.endswith(".gz") else ".json"
             path = f"{path[: -len(end)]}_rank{self.session.rank}{end}"
         folder, name = os.path.split(path)
-        raw = os.path.join(folder, f".{name}.{os.getpid()}.json")
-        packed = raw + ".tmp"
+        # Beside the user's trace: each .json file in our own folder is a result.
+        raw = os.path.join(os.path.dirname(self.plan["out"]), f".{name}.{os.getpid()}.json")
+        packed = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
         try:
             recorded.export_chrome_trace(raw)
             known = json.dumps(unprofiled(self.steps_us, self.period))[1:-1]
@@ -230,7 +252,10 @@ class Recording:
                 target.write(source.read(place - brace) + slices)
                 shutil.copyfileobj(source, target, 1 << 20)
             os.replace(packed, path)
-            self.trace, self.recorded = path, self.active
+            if self.phase == SHAPES:
+                self.with_shapes = path
+            else:
+                self.trace, self.recorded = path, self.active
         finally:
             for each in (raw, packed):
                 with contextlib.suppress(OSError):
