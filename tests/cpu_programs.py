@@ -15,6 +15,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
+from tracereader.run.shapes import put_into
+
 
 def mlp(*sizes):
     return nn.Sequential(*[nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(sizes)])
@@ -286,21 +288,27 @@ PROGRAMS = {
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
 }
+APART = ("float64", "indices")
 
 
-def record(step, file):
-    """Write the trace of three warm steps."""
-    with profile(
-        activities=[ProfilerActivity.CPU],
-        schedule=schedule(wait=3, warmup=1, active=3),
-        record_shapes=True,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(file)),
-    ) as profiler:
-        for _ in range(7):
-            step()
-            profiler.step()
-    file.with_suffix(".json.gz").write_bytes(gzip.compress(file.read_bytes(), mtime=0))
-    file.unlink()
+def record(step, file, apart=False):
+    """Write the trace of three warm steps. apart: their shapes are those of other steps, as record-trace has them."""
+    files = [file.with_suffix(".json.gz"), file.with_suffix(".with_shapes.gz")]
+    for path, with_shapes in zip(files, (False, True), strict=True) if apart else [(files[0], True)]:
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            schedule=schedule(wait=3, warmup=1, active=3),
+            record_shapes=with_shapes,
+            on_trace_ready=lambda done: done.export_chrome_trace(str(file)),
+        ) as profiler:
+            for _ in range(7):
+                step()
+                profiler.step()
+        path.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+        file.unlink()
+    if apart:
+        put_into(*files)
+        files[1].unlink()
 
 
 def main(names):
@@ -308,12 +316,12 @@ def main(names):
     for name in names or PROGRAMS:
         folder = Path(__file__).parent / "traces/cpu" / name
         folder.mkdir(exist_ok=True)
-        weak, others = PROGRAMS[name]
+        (weak, others), apart = PROGRAMS[name], name in APART
         for program in weak:
-            record(program(True), folder / f"{program.__name__}.json")
-            record(program(False), folder / f"{program.__name__}_without.json")
+            record(program(True), folder / f"{program.__name__}.json", apart)
+            record(program(False), folder / f"{program.__name__}_without.json", apart)
         for program in others:
-            record(program(), folder / f"{program.__name__}.json")
+            record(program(), folder / f"{program.__name__}.json", apart)
 
 
 if __name__ == "__main__":
