@@ -26,7 +26,7 @@ def show(out: Console, step: Step, summary: Summary, layers: Mapping[int, str], 
     """
     folded = not view.all and step.size > LINES_SHOWN
     of = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
-    path = f", along its slowest path: the {CALLS_SHOWN} costliest names per level" * folded
+    path = f", along its slowest path: {CALLS_SHOWN} names per level" * folded
     out.print(head(f"call tree of {of}{path}", "chain"))
     if folded:
         _slowest_path(out, step.roots, layers)

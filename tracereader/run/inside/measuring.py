@@ -237,7 +237,7 @@ class Measuring:
 
 
 def page_faults():
-    """Return how often this process was given memory without reading a disk; 0 where that is not told."""
+    """Return the minor page faults of this process so far; 0 where the system does not count them."""
     try:
         import resource
     except ImportError:
