@@ -149,7 +149,7 @@ def priced(
         elif error and not ends:  # the measured step is one process's
             spread = [1 - without / unprofiled.step_us]
     if proposal.most is not None:
-        best = msgspec.structs.replace(proposal, graph=proposal.most, most=None)
+        best = msgspec.structs.replace(proposal, graph=proposal.most, most=None, least_us=0.0)
         most = priced(name, title, best, unprofiled, estimates)
         spread = [*(spread or [1 - (without or after) / most.times_us[0]]), *(most.replayed_savings or [most.share])]
         without = unprofiled and unprofiled.step_us * (1 - (min(spread) + max(spread)) / 2)

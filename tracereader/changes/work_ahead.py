@@ -46,12 +46,13 @@ def data_loader(case: Case) -> Proposal | None:
         without_cpu_time(case.graph, spans_of(waits)), [(op.track, op.end, prices.CALL_US) for op in waits]
     )
     single = any("SingleProcess" in op.name for op in waits)
-    options, if_idle, least_us = "num_workers=8, pin_memory=True", "", 0.0
+    options, if_idle, least_us, most = "num_workers=8, pin_memory=True", "", 0.0, None
     if not case.trace.work:
         # The workers share the cores with the model. One worker takes as long for a batch as the main process, and two
-        # take at least half as long as one.
-        options, if_idle = "num_workers=1 or more", " if cores are idle"
+        # take at least half as long as one. Several keep up if cores are idle, or if loading waits for files.
+        options, if_idle = "num_workers=1 or more", " if cores are idle or loading waits"
         least_us = loading.us if single else case.graph.recorded_us / 2
+        most = graph if single else None
     how = f"DataLoader(…, {options}, persistent_workers=True){if_idle}"
     if not single:
         how = f"more workers{if_idle}, a larger prefetch_factor, or less work for each sample"
@@ -62,6 +63,7 @@ def data_loader(case: Case) -> Proposal | None:
         how,
         assumed=True,
         least_us=least_us,
+        most=most,
     )
 
 

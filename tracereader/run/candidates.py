@@ -464,7 +464,7 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             lambda seen: (
                 not seen.on_gpu and seen.page_faults > MANY_FAULTS and not GLIBC_KEEPS.keys() & os.environ.keys()
             ),
-            lambda seen: f"{' '.join(f'{name}={value}' for name, value in GLIBC_KEEPS.items())} in the environment",
+            lambda seen: " ".join(map("=".join, GLIBC_KEEPS.items())) + " in the environment before Python starts",
             environment=tuple(GLIBC_KEEPS.items()),
         ),
         Candidate(

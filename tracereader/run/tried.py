@@ -222,7 +222,8 @@ def _sentences(
         least = max(1, round(100 * statistics.median(one.least_shown for one in unclear)))
         more = " A machine with nothing else to do, or more --minutes, shows smaller ones." if noise > NOISY else ""
         lines.append(
-            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). Savings below {least}% may be hidden in it.{more}"
+            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). With its few runs, a row within the noise may hide "
+            f"up to {least}%.{more}"
         )
     others = statistics.median(one.others for one in session.runs)
     if others > CROWDED:
@@ -233,7 +234,11 @@ def _sentences(
         if found.why:
             reasons.setdefault((found.kind, found.why), []).append((keys, found))
     for (kind, why), rows in reasons.items():
-        trend = f" (the mean of the last quarter differs by {rows[0][1].size:.1%})" if kind == "not comparable" else ""
+        trend = (
+            f" (the mean of the last quarter differs by {100 * rows[0][1].size:.2g}%)"
+            if kind == "not comparable"
+            else ""
+        )
         alone = [one for one, _ in rows if len(one) == 1] or [one for one, _ in rows]
         names = ", ".join(_name(session, one).strip() for one in alone)
         lines.append(f"{capitalized(kind)}: {names}: {why}{trend}." if kind == "not comparable" else f"{names}: {why}.")
