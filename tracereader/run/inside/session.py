@@ -14,11 +14,11 @@ AHEAD = 3  # steps between a rank's decision and the step at which all ranks fol
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # Steps of several threads, none of which ran beside another, and the seconds after which fewer are enough.
 TURNS, TURNS_S = 100, 3
 TURNS_SHARE = 0.3  # of the time, at least, that one of them is in its step
 END = getattr(signal, "SIGRTMAX", None)  # of the signals that have no other use
-LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def begin(torch, plan_path, load):
