@@ -655,7 +655,7 @@ def _shown(path):
         nearer = os.path.relpath(path)
     except (ValueError, OSError):
         return path
-    return path if nearer.startswith("..") else nearer
+    return os.path.abspath(path) if nearer.startswith("..") else nearer
 
 
 def _one_line(problem):
