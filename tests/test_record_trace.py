@@ -338,6 +338,19 @@ def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before
     assert ends == ["trace.json"] * other and (recording.steps_us is times) == other
 
 
+@pytest.mark.parametrize(
+    ("faults", "peak", "said"), [(2528.4, None, True), (100.0, None, False), (2528.4, 10**9, False)]
+)
+def test_many_page_faults_of_a_step_on_a_cpu_are_said(faults, peak, said, tmp_path, capsys):
+    result = {"trace": str(tmp_path / "a.json"), "with_shapes": None, "ends_with": "SGD.step", "unprofiled_steps": 40}
+    result |= {"unprofiled_step_us": 8200.0, "steady": True, "recorded": 4, "names_modules": True, "why": "recorded"}
+    (tmp_path / "1.json").write_text(json.dumps(result | {"page_faults": faults, "peak_bytes": peak}))
+    record.tell(tmp_path, 0, wants_modules=True)
+    line = capsys.readouterr().err
+    assert "takes 8.2 ms without the profiler (40 measured)" in line and line.count("\n") == 1
+    assert ("a step has 2,528 page faults" in line) == said
+
+
 def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
     """Its steps become shorter for twelve steps, and nothing is measured before they are as short as they get."""
     module, clock = inside("measuring"), Clock()

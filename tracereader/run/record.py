@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tracereader.command import BadInput, OneLineParser, command, not_negative, positive, printable
-from tracereader.run import program, shapes
+from tracereader.run import candidates, program, shapes
 
 DESCRIPTION = """Record a trace of any PyTorch program, without a change of its code.
 
@@ -202,6 +202,8 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
         more = "" if first["steady"] else "; the steps never became steady"
         if others := first.get("elsewhere"):
             more += f"; other threads made {others} steps meanwhile: have one thread make all to record them, too"
+        if (faults := first["page_faults"]) > candidates.MANY_FAULTS and first["peak_bytes"] is None:
+            more += f"; a step has {faults:,.0f} page faults: try-changes measures whether to keep freed memory"
         if status and not goes_on:
             more += f"; its end failed with status {status}, which --continue avoids"
         if wants_modules and not first["names_modules"]:
