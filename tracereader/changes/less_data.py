@@ -137,19 +137,21 @@ def unbind(case: Case) -> Proposal | None:
     in_steps, typical = case.in_each_step(_indexed)
     if not typical:
         return None
-    added = [(op, sizes) for op, sizes in typical if _adds(op)]
-    whole = listed(dict.fromkeys(sizes.strip("[]").replace(", ", " x ") for _, sizes in added))
+    whole = listed(dict.fromkeys(sizes.strip("[]").replace(", ", " x ") for _, sizes in typical))
     return Proposal(
-        without_ops(case.graph, [op for some in in_steps for op, _ in some if _adds(op)]),
-        f"for each of {len(added):,} indices, backward makes a gradient of the whole tensor ({whole}) and adds it: "
-        f"{duration(sum(op.dur for op, _ in added) / 1e3)} of CPU time",
+        without_ops(case.graph, [op for some in in_steps for op, _ in some]),
+        f"for each of {len(typical):,} indices, backward makes a gradient of the whole tensor ({whole}) and adds it: "
+        f"{duration(sum(op.dur for op, _ in typical) / 1e3)} of CPU time",
         "for part in tensor.unbind(dim) instead of tensor[:, i] in the loop",
         assumed=True,
     )
 
 
 def _indexed(step: Step) -> list[tuple[Op, str]]:
-    """Return the backward of each index into a tensor of which many parts are taken so, and the tensor's sizes."""
+    """Return the backward of each index into a tensor of which many parts are taken so, and the tensor's sizes.
+
+    The first of each tensor is left out: it adds its gradient to no other one.
+    """
     found = []
     for op in step.named(INDEX_BACKWARD.__eq__):
         node = next((above for above in op.above() if above.name.startswith(AUTOGRAD)), None)
@@ -161,9 +163,5 @@ def _indexed(step: Step) -> list[tuple[Op, str]]:
         for (sizes, _), some in grouped(found).items()
         if len({index for index, _ in some}) >= MANY_PARTS
         for _, node in some
+        if any(op.name in ADDS for op in node.children)
     ]
-
-
-def _adds(node: Op) -> bool:
-    """Return whether a node of backward adds its gradient to another one."""
-    return any(op.name in ADDS for op in node.children)

@@ -40,11 +40,11 @@ import bisect
 import math
 import operator
 from array import array
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from statistics import median_low
 
 import msgspec
@@ -157,13 +157,18 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         Both are by id(Op). The outermost op is given as its id, and no annotation separates it from the call.
         """
         calls = {id(one.launch): one.launch for step in self.trace.steps for one in step.work if one.launch is not None}
-        counts: Counter[int] = Counter()
+        counts: dict[int, int] = defaultdict(int)
         outermost_of: dict[int, int] = {}
         for key, op in calls.items():
-            for one in (op, *op.above()):
-                counts[id(one)] += len(op.work)
-            *_, top = op, *takewhile(lambda above: above.kind != "label", op.above())
-            outermost_of[key] = id(top)
+            launched, top = len(op.work), key
+            counts[key] += launched
+            while (op := op.parent) is not None and op.kind != "label":
+                top = id(op)
+                counts[top] += launched
+            outermost_of[key] = top
+            while op is not None:
+                counts[id(op)] += launched
+                op = op.parent
         return counts, outermost_of
 
     @cached_property
