@@ -203,7 +203,7 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
         if others := first.get("elsewhere"):
             more += f"; other threads made {others} steps meanwhile: have one thread make all to record them, too"
         if (faults := first["page_faults"]) > candidates.MANY_FAULTS and first["peak_bytes"] is None:
-            more += f"; a step has {faults:,.0f} page faults: try-changes measures whether to keep freed memory"
+            more += f"; a step has {faults:,.0f} page faults: try-changes measures whether keeping freed memory helps"
         if status and not goes_on:
             more += f"; its end failed with status {status}, which --continue avoids"
         if wants_modules and not first["names_modules"]:
