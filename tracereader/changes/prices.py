@@ -25,9 +25,8 @@ SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
 PASS = 100
 
 # µs. A call of a few ops: a batch that is ready 74 to 81, autocast's casts 0 to 150 for a product. A call of attention
-# with its views: 35 to 140, in training 100 to 230, its backward 130 to 375, flex_attention's 272 to 331. What a batch
-# of a loader's first worker takes more on a CPU: 1,000 to 2,000.
-CALL_US, ATTENTION_CALL_US, HANDED_OVER_US = 50, 75, 1000
+# with its views: 35 to 140, in training 100 to 230, its backward 130 to 375, flex_attention's 272 to 331.
+CALL_US, ATTENTION_CALL_US = 50, 75
 # A launch that does not block: 5 to 10 (H100s and H200s).
 LAUNCH_US = 10
 # The parameters of an optimizer whose number the trace does not show.

@@ -51,9 +51,8 @@ def data_loader(case: Case) -> Proposal | None:
         # The workers share the cores with the model. One worker takes as long for a batch as the main process, and two
         # take at least half as long as one. Several keep up if cores are idle, or if loading waits for files.
         options, if_idle = "num_workers=1 or more", " if cores are idle or loading waits"
-        least_us = loading.us + prices.HANDED_OVER_US if single else case.graph.recorded_us / 2
-        if single:
-            most, graph = graph, with_cpu_time(graph, [(op.track, op.end, prices.HANDED_OVER_US) for op in waits])
+        least_us = loading.us if single else case.graph.recorded_us / 2
+        most = graph if single else None
     how = f"DataLoader(…, {options}, persistent_workers=True){if_idle}"
     if not single:
         how = f"more workers{if_idle}, a larger prefetch_factor, or less work for each sample"

@@ -120,8 +120,9 @@ def unexplained_us(summary: Summary) -> float:
     """Return how much longer (µs) recording made a step on the CPU, if the cost of recorded calls does not explain it.
 
     It may lie in any op. A profiler that records shapes keeps a small part of each tensor, which can keep glibc from
-    using a freed tensor's memory again: each large tensor then has new memory, and takes four times as long to fill. It
-    is negative if the recorded step is far shorter, and 0 with a GPU or without a measured step.
+    using a freed tensor's memory again: each large tensor then has new memory, and the ops that fill it take four times
+    as long. It is negative if the recorded step is far shorter, and 0 with a GPU, and if the run did not measure its
+    step without the profiler.
     """
     known, recorded = summary.unprofiled_step_us, summary.recorded_step_us
     if known is None or summary.gpu_us or SLOWED * recorded > known > recorded / SLOWED:
