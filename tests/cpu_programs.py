@@ -18,6 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from tracereader.run.shapes import put_into
 
 
+def update(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def mlp(*sizes):
     return nn.Sequential(*[nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(sizes)])
 
@@ -44,9 +50,7 @@ def teacher(weak):
         with torch.set_grad_enabled(weak):
             target = old(x)
         loss = (student(x) - target).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
     return step
 
@@ -157,9 +161,7 @@ def tables(weak):
             words = torch.cat([table(rows[:, place]) for place, table in enumerate(apart)], 1)
         else:
             words = together(rows + starts).flatten(1)
-        optimizer.zero_grad()
-        head(words).square().mean().backward()
-        optimizer.step()
+        update(optimizer, head(words).square().mean())
 
     return step
 
@@ -179,9 +181,7 @@ def recurrence(weak):
             i, f, o, u = (one + hidden(h)).chunk(4, -1)
             c = f.sigmoid() * c + i.sigmoid() * u.tanh()
             h = o.sigmoid() * c.tanh()
-        optimizer.zero_grad()
-        h.square().mean().backward()
-        optimizer.step()
+        update(optimizer, h.square().mean())
 
     return step
 
@@ -198,9 +198,7 @@ def scan(weak):
         for keep, add in zip(parts(keeps, 1, weak), parts(adds, 1, weak), strict=True):
             state = keep * state + add
             states.append(state)
-        optimizer.zero_grad()
-        torch.stack(states, 1).square().mean().backward()
-        optimizer.step()
+        update(optimizer, torch.stack(states, 1).square().mean())
 
     return step
 
@@ -213,9 +211,7 @@ def heads(weak):
     def step():
         q, k, v = (parts(one, 2, weak) for one in into(x).view(4, 32, 3, 8, 8).unbind(2))
         found = [(a @ b.mT).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)]
-        optimizer.zero_grad()
-        out(torch.cat(found, -1)).square().mean().backward()
-        optimizer.step()
+        update(optimizer, out(torch.cat(found, -1)).square().mean())
 
     return step
 
@@ -230,9 +226,7 @@ def first_tokens():
         for layer in layers:
             h = layer(h)
             found = found + h[:, 0]
-        optimizer.zero_grad()
-        found.square().mean().backward()
-        optimizer.step()
+        update(optimizer, found.square().mean())
 
     return step
 
@@ -244,9 +238,7 @@ def products(weak):
     optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
 
     def step():
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        update(optimizer, model(x).square().mean())
 
     return step
 

@@ -7,7 +7,7 @@ of the kernel.
 import pytest
 from raw_events import end
 from references import ROOT
-from test_cpu_only import middle_step
+from test_cpu_only import covered, middle_step
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
@@ -22,12 +22,7 @@ def file_of(name):
 
 def own_us(one, ops):
     """Return the time of an op without that of the ops inside it."""
-    inside = [x for x in ops if x is not one and one["ts"] <= x["ts"] and end(x) <= end(one)]
-    total, reached = 0.0, one["ts"]
-    for x in sorted(inside, key=lambda x: x["ts"]):
-        total += max(0.0, end(x) - max(reached, x["ts"]))
-        reached = max(reached, end(x))
-    return one["dur"] - total
+    return one["dur"] - covered(x for x in ops if x is not one and one["ts"] <= x["ts"] and end(x) <= end(one))
 
 
 def first_type(one):

@@ -916,13 +916,14 @@ def test_a_thread_that_serves_all_requests_is_recorded(tmp_path):
 @pytest.mark.parametrize(("wait", "steps"), [("", 4), ("; time.sleep(0.4 * (count % 12 == 0))", 12)])
 def test_each_rank_is_recorded_at_the_same_steps(wait, steps, tmp_path):
     code = f"{LOOP}import atexit\ntorch.distributed.init_process_group('gloo')\n"
-    # A rank that ends while the other one still talks to it may be aborted: of ten runs without a barrier one was.
-    code += "atexit.register(torch.distributed.destroy_process_group)\natexit.register(torch.distributed.barrier)\n"
+    # A rank that ends while the other one still talks to it may be aborted: of ten runs without a barrier one was. With
+    # it, one of some 30 was aborted when its C++ objects were destroyed, which os._exit leaves out.
+    for last in ("os._exit, 0", "torch.distributed.destroy_process_group", "torch.distributed.barrier"):
+        code += f"atexit.register({last})\n"
     code += f"model = torch.nn.parallel.DistributedDataParallel(model)\n{ENDLESS}{LONG_STEP}{wait}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, traces = recorded(tmp_path, code, launch=launch)
-    # gloo's own threads may abort a rank that ends, also with the barrier: one of a dozen runs on a busy machine.
-    assert found.returncode == 0 or "terminate called without an active exception" in found.stderr, found.stderr
+    assert found.returncode == 0, found.stderr
     assert list(traces) == ["program_trace_rank0.json.gz", "program_trace_rank1.json.gz"]
     assert all(calls_in_each_step(one, "aten::linear") == [1] * steps for one in traces.values())
 
