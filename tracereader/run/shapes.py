@@ -4,13 +4,13 @@ To record shapes makes steps on a CPU longer, up to several times. So record-tra
 """
 
 import gzip
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
+from tracereader.show.atomic import replace
 from tracereader.trace.grouped import grouped
 
 KEYS = "Input Dims", "Input type", "Input Strides", "Concrete Inputs"
@@ -36,7 +36,7 @@ def put_into(trace: Path, other: Path) -> None:
     They fit if all steps of the other trace with the same ops, in the same order, have the same shapes. So a program
     whose batches differ in length keeps the recording that has its own.
     """
-    first, second = (msgspec.json.decode(_opened(one).read()) for one in (trace, other))
+    first, second = (msgspec.json.decode(_content(one)) for one in (trace, other))
     steps, shaped = list(_steps(first)), list(_steps(second))
     with_shapes = second
     if steps and shaped and _median_us(shaped) > LONGER * _median_us(steps):
@@ -49,17 +49,12 @@ def put_into(trace: Path, other: Path) -> None:
                     for op, known in zip(lane, of_lane, strict=True):
                         op["args"] = {**op.get("args", {}), **known}
     with_shapes |= {name: value for name, value in first.items() if name.startswith("unprofiled")}
-    written = trace.with_name(f".{trace.name}.shapes")
-    try:
-        with gzip.open(written, "wb", compresslevel=5) if trace.suffix == ".gz" else written.open("wb") as file:
-            file.write(msgspec.json.encode(with_shapes))
-        os.replace(written, trace)
-    finally:
-        written.unlink(missing_ok=True)
+    data = msgspec.json.encode(with_shapes)
+    replace(trace, gzip.compress(data, 5) if trace.suffix == ".gz" else data)
 
 
-def _opened(path: Path):
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+def _content(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def _steps(trace: Mapping[str, object]) -> Iterator[tuple[float, Lanes]]:

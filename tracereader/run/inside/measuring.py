@@ -11,7 +11,7 @@ FALLING = 1.15  # steps that were longer than the latest ones by this factor are
 STOCK_S = 8  # for using up the batches that are ready, which say nothing of how fast a loader is
 STEPS_AT_MOST, SECONDS_AT_MOST = 120, 60  # of a warm-up that is never steady, after the first step
 # Page faults that a step has more or less once the recording has changed the allocator's memory. Each takes about 1 µs.
-MANY_FAULTS = 100
+OTHER_FAULTS = 100
 # A GPU's event costs the CPU about as much as a launch or two, so short steps share one: a step of 54 µs took 81 µs on
 # an H100 with an event of its own.
 EVENT_EACH_S, STEPS_AN_EVENT = 0.004, 50
@@ -193,7 +193,7 @@ class Measuring:
     def has_other_memory(self, faults):
         """Return whether the steps that were measured last have far more or fewer page faults than earlier ones."""
         least, most = sorted((faults, self.faults))
-        return most > 2 * least + MANY_FAULTS and not self.timed_by_gpu
+        return most > 2 * least + OTHER_FAULTS and not self.timed_by_gpu
 
     def without_others(self):
         """Return the measured steps in µs by the CPU's clock, without what other programs cost if that is known."""

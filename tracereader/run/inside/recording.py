@@ -197,14 +197,8 @@ class Recording:
                 return
             self.profiler.stop()
         self.profiler = None
-        if self.phase == "starting the profiler":
-            self.phase = "recording"
-            if self.notes is not None:
-                self.notes.clear()
-            self._profile(1, self.active, self._write)
-            return
-        if self.phase == "recording" and self._records_shapes_apart():
-            self.phase = SHAPES
+        if self.phase == "starting the profiler" or (self.phase == "recording" and self._records_shapes_apart()):
+            self.phase = SHAPES if self.phase == "recording" else "recording"
             if self.notes is not None:
                 self.notes.clear()
             self._profile(1, self.active, self._write)
