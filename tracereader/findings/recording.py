@@ -97,9 +97,10 @@ def unprofiled(summary: Summary) -> str:
         times = summary.recorded_step_us / summary.unprofiled_step_us
         far = "so shares of the recorded step may be far off"
         if lost < 0:
-            return f"Without the profiler the step takes {1 / times:.1f} times as long, as if in another state, {far}."
+            return f"Without the profiler the step takes {1 / times:.1f} times as long, {far}."
+        without = " A recording without shapes may be closer." * summary.source.shapes_recorded
         longer = f"Recording makes the step {times:.1f} times as long, which the profiler's own work does not explain"
-        return f"{longer}, {far}. A recording without shapes is often closer."
+        return f"{longer}, {far}.{without}"
     if summary.waits_for != "overhead":
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us
@@ -120,9 +121,8 @@ def unexplained_us(summary: Summary) -> float:
     """Return how much longer (µs) recording made a step on the CPU, if the cost of recorded calls does not explain it.
 
     It may lie in any op. A profiler that records shapes keeps a small part of each tensor, which can keep glibc from
-    using a freed tensor's memory again: each large tensor then has new memory, and the ops that fill it take four times
-    as long. It is negative if the recorded step is far shorter, and 0 with a GPU, and if the run did not measure its
-    step without the profiler.
+    using a freed tensor's memory again: each large tensor then has new memory, and takes four times as long to fill. It
+    is negative if the recorded step is far shorter, and 0 with a GPU or without a measured step.
     """
     known, recorded = summary.unprofiled_step_us, summary.recorded_step_us
     if known is None or summary.gpu_us or SLOWED * recorded > known > recorded / SLOWED:

@@ -222,8 +222,8 @@ def _sentences(
         least = max(1, round(100 * statistics.median(one.least_shown for one in unclear)))
         more = " A machine with nothing else to do, or more --minutes, shows smaller ones." if noise > NOISY else ""
         lines.append(
-            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). With its few runs, a row within the noise may hide "
-            f"up to {least}%.{more}"
+            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). A row within the noise ran few times, and may hide a "
+            f"saving of up to {least}%.{more}"
         )
     others = statistics.median(one.others for one in session.runs)
     if others > CROWDED:
