@@ -32,6 +32,8 @@ LONG_STEP = f"{STEP}; time.sleep(0.05)"
 # However fast or slow the machine is, the program has enough steps.
 UNTIL_RECORDED = "while not any(name.endswith('.json.gz') for name in os.listdir())"
 ENDLESS = "count = 0\nwhile count < 100_000:\n    count += 1\n    "
+# The program finds this repository, and what the tests themselves find, from any folder.
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def inside(name):
@@ -47,7 +49,7 @@ def recorded(folder, code, *flags, launch=(sys.executable,), **more):
     found = subprocess.run(
         [sys.executable, "-m", "tracereader.run.record", *flags, "--", *launch, "program.py"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)} | more.pop("env", {}),
+        env=os.environ | PATHS | more.pop("env", {}),
         capture_output=True,
         text=True,
         timeout=300,
@@ -965,8 +967,7 @@ def of_a_numbered_script(folder, script, *flags):
     at = ["--step-at", ends] if ends else []
     program = plain(script, *flags)
     command = [sys.executable, "-m", "tracereader.run.record", *at, "--out", "rung.json.gz", "--", *program]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    found = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(command, cwd=folder, env=os.environ | PATHS, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     return json.loads(gzip.open(folder / "rung.json.gz").read())
 
@@ -1083,8 +1084,7 @@ def test_a_callback_says_what_was_recorded_after_another_rank_has_ended(tmp_path
 def run_alone(folder, code, *launcher):
     (folder / "alone.py").write_text(code)
     (folder / "tmp").mkdir(exist_ok=True)
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder / "tmp")}
+    environment = os.environ | PATHS | {"TMPDIR": str(folder / "tmp")}
     command = [sys.executable, *launcher, "alone.py"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
