@@ -205,7 +205,7 @@ def test_the_first_steps_of_several_threads_claim_the_process_once(tmp_path):
 
     session.over, session.claimed, session.claim, session.lock = False, None, claim, threading.Lock()
     session.made, session.roams, session.result, session.elsewhere = None, False, {"recorded": 4}, 0
-    session.work = types.SimpleNamespace(ended=lambda: None)
+    session.work, session.threads = types.SimpleNamespace(ended=lambda: None), set()
     in_threads(2, session.step_ended)
     assert (claims, session.claimed, session.over) == ([None], True, False)
 
@@ -861,6 +861,29 @@ def test_steps_that_two_threads_make_in_turn_are_those_of_one_program(tmp_path):
     (trace,) = traces.values()
     assert 5000 < trace["unprofiled_step_us"] < 10_000  # a turn of both takes 10 ms at least
     assert calls_in_each_step(trace, "aten::linear") == [1] * 4
+
+
+ENDLESS_THREADS = {
+    "one thread": "threads = [threading.Thread(target=train)]",
+    "two that take turns": "threads = [threading.Thread(target=serve) for _ in range(2)]",
+    "one beside": "threads = [threading.Thread(target=one) for one in (train, beside)]",
+    "a pool": "pool = ThreadPoolExecutor(2); pool.submit(train)\nthreads = []",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("threads", ENDLESS_THREADS.values(), ids=ENDLESS_THREADS)
+def test_threads_that_make_steps_for_ever_end_with_the_program(threads, tmp_path):
+    """Python waits for them after the main thread has ended."""
+    code = (
+        f"{LOOP}import threading, time\nfrom concurrent.futures import ThreadPoolExecutor\nlock = threading.Lock()\n"
+        f"def train():\n    while True: {STEP}\ndef beside():\n    while True: time.sleep(0.01)\n"
+        "def serve():\n    while True:\n        with lock: model(torch.ones(2, 8)); time.sleep(0.002)\n"
+        f"{threads}\nfor one in threads: one.start()\ntry: time.sleep(600)\nfinally: print('cleaned up')\n"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert (found.returncode, found.stdout, len(traces)) == (0, "cleaned up\n", 1), found.stderr
+    assert "KeyboardInterrupt" not in found.stderr and "Traceback" not in found.stderr
 
 
 @pytest.mark.exhaustive

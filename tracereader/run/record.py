@@ -193,9 +193,10 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
     shapes.put_together(traces)
     if traces:
         first = traces[0]
+        ms = first["unprofiled_step_us"] / 1000
         step = (
-            f"a step ends with {first['ends_with']} and takes {first['unprofiled_step_us'] / 1000:.3g} ms without the "
-            f"profiler ({first['unprofiled_steps']} measured)"
+            f"a step ends with {first['ends_with']} and takes {f'{ms:.3g}' if ms < 1000 else f'{ms:,.0f}'} ms without "
+            f"the profiler ({first['unprofiled_steps']} measured)"
         )
         ranks = f" of each of {len(traces)} ranks" if len(traces) > 1 else ""
         names = traces[0]["trace"] if len(traces) == 1 else re.sub(r"rank\d+", "rank*", traces[0]["trace"])

@@ -2,12 +2,14 @@
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 
 OLDEST = 2, 1  # torch. Hooks on all optimizers came with 2.0; what came later is looked for before it is used
 AHEAD = 3  # steps between a rank's decision and the step at which all ranks follow it
@@ -18,6 +20,7 @@ LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANK
 # Steps of several threads, none of which ran beside another, and the seconds after which fewer are enough.
 TURNS, TURNS_S = 100, 3
 TURNS_SHARE = 0.3  # of the time, at least, that one of them is in its step
+THREADS_S = 10  # for threads that make no steps, to end by themselves after the main one
 END = getattr(signal, "SIGRTMAX", None)  # of the signals that have no other use
 
 
@@ -57,6 +60,7 @@ class Session:
         self.thread = None
         self.turns = None  # since when it is watched whether several threads take turns, and their calls' time then
         self.elsewhere = 0  # steps in other threads than the one that is measured
+        self.threads = weakref.WeakSet()  # these threads
         self.roams = False  # whether each step is measured in the thread that makes it, because these end
         self.lock = threading.Lock()
         self.steps = self.load("steps").Steps(self.torch, self.step_ended, self.plan.get("step_at"))
@@ -165,6 +169,7 @@ class Session:
 
     def _follows(self, thread):
         """Return whether to go on in another thread: the one before has ended, as in a server with one per request."""
+        self.threads.add(thread)
         if not self.roams:
             if self.thread.is_alive() or self.result:
                 self.elsewhere += 1
@@ -275,17 +280,37 @@ class Session:
         if self.exits >= 3:
             self.finish()
         self.steps.stop()
-        if self.thread is not threading.main_thread():
-            self.finish()  # in another thread it would end that one only
-            if self.listens:  # otherwise the command ends the program
-                signal.pthread_kill(threading.main_thread().ident, END)
-            return
+        if threading.current_thread() is not threading.main_thread():
+            self.finish()
+            if not self.listens:
+                return  # an exception would end this thread only: the command ends the program
+            signal.pthread_kill(threading.main_thread().ident, END)
+        if self.exits == 1:
+            with contextlib.suppress(AttributeError, RuntimeError):  # Python has no public name for this
+                threading._register_atexit(self._end_threads)
+        if self.roams and threading.current_thread() is not threading.main_thread():
+            return  # it may end by itself, and answer its request before
         outcomes = sys.modules.get("_pytest.outcomes")
         if outcomes is not None and "PYTEST_CURRENT_TEST" in os.environ:
             raise outcomes.Exit("the steps are measured", 0)
         with contextlib.suppress(Exception):  # asyncio prints what a task raised and nobody asked for
             sys.modules["asyncio"].current_task().add_done_callback(lambda task: task.cancelled() or task.exception())
         raise SystemExit(0)
+
+    def _end_threads(self):
+        """End the threads for which Python would wait after the main one: those with steps at once, others in a while.
+
+        The threads of a pool are left out. It ends them itself, and would print an exception between two tasks.
+        """
+        pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
+        waiting = {one for one in threading.enumerate() if not one.daemon} - {threading.main_thread(), *pools}
+        until = time.monotonic() + THREADS_S
+        for one in sorted(waiting, key=lambda one: one not in self.threads):
+            if one not in self.threads:
+                one.join(max(0.0, until - time.monotonic()))
+            if one.is_alive():
+                number, kind = ctypes.c_ulong(one.ident), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, kind)
 
     def at_exit(self):
         if os.getpid() == self.pid and self.claimed and not self.result:
