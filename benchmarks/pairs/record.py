@@ -4,7 +4,7 @@ Usage: record.py FOLDER [--seconds S] [--programs A,B] [--part 1/2] [--rounds 2]
        record.py FOLDER --add OTHER ...
 
 Nobody fits a rule of read-trace to these pairs: benchmarks/scoreboard.py shows how well the rules predict programs that
-they were not written for. The programs are in vision.py, language.py, other.py, loops.py and kinds.py.
+they were not written for. The programs are in vision.py, language.py, other.py, loops.py, kinds.py and users.py.
 
 Each variant of a program runs in processes of its own, one in each round: base, change 1, change 2, base, change 1, ...
 The processes of one group of programs are set up side by side, and wait. Then one after the other measures its step
@@ -32,7 +32,7 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("vision", "language", "other", "loops", "kinds")
+MODULES = ("vision", "language", "other", "loops", "kinds", "users")
 # Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
 TIERS = (
     "digits_vae request_server neural_ode game_player soft_actor_critic gaussian_process routed_experts lstm_tagger "

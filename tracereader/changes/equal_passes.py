@@ -285,18 +285,23 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
-    """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it."""
+    """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it.
+
+    Rows may have other lengths, as texts have. A text that grows with each pass is what the passes before it made.
+    """
     copies: dict[tuple, list[Op]] = defaultdict(list)
     for one in step.work:
         if "HtoD" in one.name and one.launch is not None:
             op = one.launch.outermost_call()
-            calls = copies[op.track, op.name, str(op.inputs.dims)]
+            calls = copies[op.track, op.name, str([dims[:-1] or dims for dims in op.inputs.dims])]
             if op.kind == "op" and op not in calls[-1:]:
                 calls.append(op)
     for calls in copies.values():
         calls.sort(key=lambda op: op.start)
         launched = _launches(step, [(one.end, two.start) for one, two in pairwise(calls)])
-        if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched):
+        lengths = [op.inputs.dims for op in calls]
+        grows = lengths[0] != lengths[-1] and lengths == sorted(lengths)
+        if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched) and not grows:
             yield from _loop(calls, "an input of its own from the CPU")
 
 
