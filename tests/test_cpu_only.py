@@ -148,15 +148,17 @@ def test_a_run_of_another_program_follows_no_proposal():
                 assert catalogue.checked(sides[before], proposed, side) is None, f"{before}, {other}"
 
 
-def test_one_worker_needs_as_long_for_a_batch_as_the_main_process_and_several_may_keep_up():
+def test_one_worker_needs_longer_for_a_batch_than_the_main_process_and_several_may_keep_up():
     events = raw_events(file_of("loader_inline"))
     mark, _ = middle_step(events)
     (wait,) = [e for e in in_step(events, mark, "user_annotation") if e["name"].startswith("enumerate(DataLoader)#")]
     one = priced_changes(file_of("loader_inline"))["data_loader"]
     assert wait["dur"] > mark["dur"] / 2
-    assert one.step_us_after == pytest.approx(wait["dur"], abs=0.01)
+    with_one = wait["dur"] + 1000  # where system calls are slow, taking a batch over takes about 1 ms
+    with_several = mark["dur"] - wait["dur"]
+    assert one.step_us_after == pytest.approx((with_one + with_several) / 2, rel=0.005)
     known = one.unprofiled_step_us
-    least, most = 1 - wait["dur"] / known, wait["dur"] / mark["dur"]
+    least, most = 1 - with_one / known, 1 - with_several / mark["dur"]
     assert one.estimated_savings == pytest.approx((least - 0.02, most + 0.02), abs=0.005)
     assert one.unprofiled_step_us_after == pytest.approx(known * (1 - (least + most) / 2), rel=0.01)
     assert "num_workers=1 or more" in one.how and "pin_memory" not in one.how

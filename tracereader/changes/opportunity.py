@@ -128,6 +128,8 @@ def priced(
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
     scale = before / graph.replayed_us
     after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
+    if proposal.most is not None:
+        after = min(after, before)
     if after > before:
         estimates = ()  # such a change is not shown: see is_worth_showing()
     replayed = 1 / scale
@@ -153,6 +155,7 @@ def priced(
         most = priced(name, title, best, unprofiled, estimates)
         spread = [*(spread or [1 - (without or after) / most.times_us[0]]), *(most.replayed_savings or [most.share])]
         without = unprofiled and unprofiled.step_us * (1 - (min(spread) + max(spread)) / 2)
+        after = (after + most.step_us_after) / 2
     return Opportunity(
         change=name,
         title=proposal.title or title,

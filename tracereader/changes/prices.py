@@ -27,6 +27,8 @@ PASS = 100
 # µs. A call of a few ops: a batch that is ready 74 to 81, autocast's casts 0 to 150 for a product. A call of attention
 # with its views: 35 to 140, in training 100 to 230, its backward 130 to 375, flex_attention's 272 to 331.
 CALL_US, ATTENTION_CALL_US = 50, 75
+# A ready batch where system calls are slow: 2300 to 3400 (one machine), 1000 on another.
+SLOW_BATCH_US = 1000
 # A launch that does not block: 5 to 10 (H100s and H200s).
 LAUNCH_US = 10
 # The parameters of an optimizer whose number the trace does not show.

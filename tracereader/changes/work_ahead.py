@@ -42,16 +42,15 @@ def data_loader(case: Case) -> Proposal | None:
     loading = case.summary.training.loading
     if not waits or loading is None:
         return None
-    graph = with_cpu_time(
-        without_cpu_time(case.graph, spans_of(waits)), [(op.track, op.end, prices.CALL_US) for op in waits]
-    )
+    without = without_cpu_time(case.graph, spans_of(waits))
+    graph = with_cpu_time(without, [(op.track, op.end, prices.CALL_US) for op in waits])
     single = any("SingleProcess" in op.name for op in waits)
     options, if_idle, least_us, most = "num_workers=8, pin_memory=True", "", 0.0, None
     if not case.trace.work:
-        # The workers share the cores with the model. One worker takes as long for a batch as the main process, and two
+        # The workers share the cores with the model. One worker takes longer for a batch than the main process, and two
         # take at least half as long as one. Several keep up if cores are idle, or if loading waits for files.
         options, if_idle = "num_workers=1 or more", " if cores are idle or loading waits"
-        least_us = loading.us if single else case.graph.recorded_us / 2
+        least_us = loading.us + prices.SLOW_BATCH_US if single else case.graph.recorded_us / 2
         most = graph if single else None
     how = f"DataLoader(…, {options}, persistent_workers=True){if_idle}"
     if not single:
@@ -100,7 +99,7 @@ def cpu_tensors(case: Case) -> Proposal | None:
 
 @change(
     "move Python work out of the step",
-    "this work can be done ahead or on another thread",
+    "this work can be done ahead or in another process",
     followed=halved(
         lambda side: sum(us for name, us in side.summary.idle_in.items() if is_python(name)), same_heavy, the_same_work
     ),
@@ -119,7 +118,7 @@ def python(case: Case) -> Proposal | None:
     return Proposal(
         without_cpu_time(case.graph, spans),
         f"no thread is in an op for {_where(case, chosen, spans, 'pauses', some)}",
-        "do this work ahead, on another thread, or less of it"
+        "do less of it, or do it ahead in another process (a thread helps if it waits or computes outside Python)"
         + ("" if case.trace.frames else "; with_stack=True names the functions"),
         unrecorded=max(one.us for one in chain(*in_steps)) >= LONG_PAUSE_US,
     )
