@@ -708,6 +708,38 @@ def test_copies_in_front_of_a_normalization_that_needs_the_contiguous_layout_are
     assert "drop .contiguous()" in proposed("decode/batch32")["layout_copies"].how
 
 
+def conversions_us(file: Path | str) -> list[float]:
+    """Return the time (µs) of cuDNN's conversions of layouts in each recorded step but the first."""
+    events = raw_events(file)
+    steps = [raw_work(events, mark) for mark in raw_steps(events)[1:]]
+    return [sum(e["dur"] for e in work if re.search("nchwToNhwc|nhwcToNchw", e["name"])) for work in steps]
+
+
+PAIRS = Path(__file__).resolve().parent.parent / "benchmarks/pairs"
+
+
+def test_compiled_convolutions_of_images_convert_no_layout(tmp_path):
+    """The compiled recording has no conversion. In training, Inductor changes no layout where channels become few."""
+    assert all(conversions_us("unet/contiguous")) and not any(conversions_us("unet/compile"))
+    for file in (recording("unet/contiguous"), PAIRS / "super_resolution/base.json.gz"):
+        told = of_a_committed_trace(file)["fuse_pointwise"].evidence
+        time, unit = re.search(r"images stay in channels_last: ([\d.]+) (ms|µs)", told).groups()
+        us = float(time) * {"ms": 1000, "µs": 1}[unit]
+        assert min(conversions_us(file)) - 50 <= us <= max(conversions_us(file)) + 50
+
+    few = PAIRS / "segmentation/base.json.gz"
+    assert any(conversions_us(few)) and "channels_last" not in priced_changes(few)["fuse_pointwise"].evidence
+    document = json.loads(gzip.decompress(few.read_bytes()))
+    for one in document["traceEvents"]:
+        if one.get("name") == "aten::convolution":
+            out, into, *_ = one["args"]["Input Dims"][1]
+            if 2 * out <= into:
+                one["args"]["Input Dims"][1][1] = out  # as many channels as come out of it
+    several = tmp_path / "several.json"
+    several.write_text(json.dumps(document))
+    assert "images stay in channels_last" in priced_changes(several)["fuse_pointwise"].evidence
+
+
 def gradients_in_a_step(events: Sequence[dict]) -> float:
     given = sum(one.get("name") == "torch::autograd::AccumulateGrad" for one in events)
     return given / len(raw_steps(events))

@@ -12,6 +12,7 @@ from tracereader.changes.attention import flex_call
 from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.host import host
+from tracereader.changes.layout import conversions
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_half_precision, follows_tf32
 from tracereader.changes.roofline import moving_us
@@ -23,7 +24,13 @@ from tracereader.figures.phases import backward_begins, of_the_loss, outside_mod
 from tracereader.figures.steps import compilations
 from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
 from tracereader.replay import Graph
-from tracereader.replay.changes import fused, with_cpu_time, with_durations, with_smaller_graphs, without_cpu_time
+from tracereader.replay.changes import (
+    fused,
+    with_cpu_time,
+    with_durations,
+    with_smaller_graphs,
+    without_cpu_time,
+)
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.grouped import grouped
@@ -62,6 +69,7 @@ MANY_REDUCTIONS, UNROLLED = 4, 12
 # If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
 # three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
 MOSTLY_BATCH_NORM = 0.5
+FEW_CHANNELS = 64  # of all convolutions
 # The launches of a loss, in its forward and backward together, from which the proposals name it: cross entropy and
 # similar losses launch 5 to 12. With a loss of 58 in reinforcement learning, torch.compile of the model alone made a
 # step on an H100 45% longer; of the model and the loss, 30% shorter.
@@ -91,7 +99,8 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
 
 @change(
     "fuse pointwise kernels with torch.compile",
-    "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
+    "a chain takes as long as its longest kernel, and a convolution as long in channels_last; compiled calls replace the "
+    "CPU time of training's ops",
     followed=_follows_fuse_pointwise,
     keys=("compile_reduce_overhead", "compile", "compile_max_autotune"),
 )
@@ -139,11 +148,16 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         # A graph's launch does not take part in the guards, and takes less time with fewer kernels.
         in_graphs = [one for one, us in times.items() if not us and one.from_graph]
         graph = with_durations(with_smaller_graphs(case.graph, in_graphs) if in_graphs else case.graph, times)
+    converting = _conversions_less(case)
+    if converting:
+        graph = with_durations(graph, case.in_all_steps(dict.fromkeys((work for work, _ in converting), 0.0)))
     kernels = sum(len(chain) for chain, _ in chains)
     seen = f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
     seen += f"fused, they take about {duration(after)}"
     if saves_calls and saved_us > before - after:
         seen += f"; compiled code takes {duration(saved_us)} less CPU time"
+    if converting:
+        seen += f"; images stay in channels_last: {duration(sum(one.us for _, one in converting))}"
     how = "torch.compile(model)"
     if includes_the_loss(case):
         how = "torch.compile the model and the loss"
@@ -154,6 +168,23 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if any(_reductions(some) >= UNROLLED for _, some in alike):
         how += "; compiling so many ops in a row may take minutes"
     return Proposal(graph, seen, how, assumed=True)
+
+
+def _conversions_less(case: Case) -> list[tuple[Work, GpuWork]]:
+    """Return the conversions of layouts that compiled code does not make, because images stay in channels_last.
+
+    Inductor gives convolutions of images this layout, unless it expects slower kernels (decide_layout_opt in
+    torch/_inductor/graph.py): with groups, and in training with much fewer channels out than in, or few channels.
+    """
+    found, layout, _ = conversions(case)
+    convolutions = case.step.named("aten::convolution".__eq__)
+    weights = [dims for op in convolutions if len(dims := op.inputs.dims_at(1) or ()) == 4]
+    grouped = any(op.inputs.concrete[8:9] not in ([], ["1"]) for op in convolutions)
+    if layout != "channels_last" or grouped or len(weights) < len(convolutions):
+        return []
+    fewer = any(2 * out <= into and high > 1 for out, into, high, _ in weights)
+    small = all(max(out, into) <= FEW_CHANNELS for out, into, *_ in weights)
+    return [] if case.trace.trains and (fewer or small) else found
 
 
 def _share_in_the_loss(case: Case, chains: Sequence[tuple[list[Entry], float]]) -> float:

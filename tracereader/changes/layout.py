@@ -16,7 +16,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import in_backward
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import with_durations, without_ops, without_work
-from tracereader.trace import Op
+from tracereader.trace import Op, Work
 from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
 from tracereader.two_runs.faster import share_in_common
 from tracereader.two_runs.same_work import (
@@ -103,6 +103,17 @@ def _converts(one: GpuWork) -> bool:
     return "nchwToNhwc" in one.name or "nhwcToNchw" in one.name
 
 
+def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
+    """Return the kernels that convert a layout around convolutions, the layout that needs none, and of what it is.
+
+    There are none if the convolutions cannot have this layout.
+    """
+    found = [(work, one) for work, one, _ in case.activities if _converts(one)]
+    convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if found else ()
+    layout = _channels_last_layout(convolutions) if found else None
+    return (found, *layout) if layout else ([], "", "")
+
+
 @change(
     "keep images in the channels_last layout",
     "convolutions and normalizations themselves take as long",
@@ -110,16 +121,13 @@ def _converts(one: GpuWork) -> bool:
     keys=("channels_last",),
 )
 def channels_last(case: Case) -> Proposal | None:
-    conversions = [(work, one) for work, one, _ in case.activities if _converts(one)]
-    convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if conversions else ()
-    if not conversions or (found := _channels_last_layout(convolutions)) is None:
+    found, layout, what = conversions(case)
+    if not found:
         return None
-    layout, what = found
-    gone = case.in_all_steps(dict.fromkeys((work for work, _ in conversions), 0.0))
-    us = sum(one.us for _, one in conversions)
+    us = sum(one.us for _, one in found)
     return Proposal(
-        without_work(case.graph, gone),
-        f"{counted(len(conversions), 'layout conversion')} around convolutions: {duration(us)}",
+        without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in found), 0.0))),
+        f"{counted(len(found), 'layout conversion')} around convolutions: {duration(us)}",
         f"model.to(memory_format=torch.{layout}), and the same for the {what}",
         assumed=True,
         title=f"keep {what} in the {layout} layout",
