@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tracereader.trace.kernel_names import labels
 from tracereader.trace.labels import COMPILE_ROWS
-from tracereader.two_runs import compare, work_sentences
+from tracereader.two_runs import compare
+from tracereader.two_runs.changed_work import Named, changed_work
 from tracereader.two_runs.side import Side
-from tracereader.two_runs.work_sentences import NAMES_SHOWN, and_more
 
-OPS_SHOWN, FEW = 40, 6
+OPS_SHOWN, NAMES_SHOWN, FEW = 40, 15, 6
+WIDEST = 60  # letters of a kernel's name
 HASH_SHOWN = 12  # of 52 letters
 ONE_ALONE = "only one of the two has GPU work"
 INPUTS_SHOWN = 2  # ops, because one changed type or size shows in the inputs of many ops
@@ -37,7 +39,7 @@ class Difference(msgspec.Struct, frozen=True):
 def difference(first: Side, other: Side) -> Difference:
     """Return the differences between two runs, and what stayed the same."""
     alone = compare.only_one_has_gpu_work(first, other)
-    work_changed, work_same = ([ONE_ALONE], []) if alone else work_sentences.in_lists(first, other)
+    work_changed, work_same = ([ONE_ALONE], []) if alone else _work(first, other)
     ops_changed, ops_same = _ops(first, other)
     text = flags(first, other)
     flags_changed = [text] if text else []
@@ -60,6 +62,50 @@ def _flag(name: str, value: object) -> str:
     if value is None or value is False:
         return f"without {typed}"
     return typed if value is True else f"{typed} {value}"
+
+
+def _work(first: Side, other: Side) -> tuple[list[str], list[str]]:
+    """Return sentences on the changes of the GPU work, and on what stayed the same."""
+    found, changed = changed_work(first, other), []
+    for one in found.replaced:
+        shown = _short_names(one.before, one.after)
+        changed.append(f"{one.calls:,} x {one.op}: {_with_times(one.before, shown)} → {_with_times(one.after, shown)}")
+    shown = _short_names(found.gone, found.new)
+    for what, some in (("gone", found.gone), ("new", found.new)):
+        changed += [f"GPU work {what}: {_with_times(some, shown)}"] if some else []
+    return changed, _kept(found.kept, first)
+
+
+def _kept(kept: Sequence[Named], side: Side) -> list[str]:
+    shown = _short_names(kept)
+    gemms, others = [], []
+    for one in kept:
+        (gemms if side.says[one.name].family == "GEMM" else others).append(one)
+    clauses = []
+    if gemms:
+        count = sum(one.count for one in gemms)
+        clauses.append(f"{count} of the GEMMs, by kernel name: {_without_times(gemms, shown, NAMES_SHOWN)}")
+    return clauses + ([_without_times(others, shown, FEW)] if others else [])
+
+
+def _short_names(*some: Sequence[Named]) -> dict[str, str]:
+    return labels([one.name for each in some for one in each], WIDEST)
+
+
+def _with_times(some: Sequence[Named], shown: dict[str, str]) -> str:
+    """Return the names with their counts and times, the costliest first. shown: the printed form of each name."""
+    costliest = sorted(some, key=lambda one: -one.us)
+    clauses = [f"{one.count} x {shown[one.name]} ({_time(one)} µs)" for one in costliest[:NAMES_SHOWN]]
+    return ", ".join(clauses) + _and_more(len(costliest), NAMES_SHOWN)
+
+
+def _without_times(some: Sequence[Named], shown: dict[str, str], most: int) -> str:
+    return ", ".join(f"{one.count} x {shown[one.name]}" for one in some[:most]) + _and_more(len(some), most)
+
+
+def _time(one: Named) -> str:
+    """Return the time of all activities of a name. The text gives their number if only some of them are meant."""
+    return ("" if one.count == one.total else f"of {one.total:,} in ") + f"{one.us:,.1f}"
 
 
 def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
@@ -87,7 +133,7 @@ def _inputs(first: Side, other: Side) -> list[str]:
         if before and after and before != after and before.total() == after.total():
             gone, new = ([one for one, _ in some.most_common()] for some in (before - after, after - before))
             texts.append(f"{name} {_listed(gone, 1)}, then {_listed(new, 1)}")
-    rest = and_more(len(texts), INPUTS_SHOWN).replace(" more", " more ops")
+    rest = _and_more(len(texts), INPUTS_SHOWN).replace(" more", " more ops")
     return [f"inputs: {'; '.join(texts[:INPUTS_SHOWN])}{rest}"] if texts else []
 
 
@@ -102,10 +148,14 @@ def _graphs(first: Side, other: Side) -> list[str]:
 
 
 def _listed(names: Sequence[str], shown: int = OPS_SHOWN) -> str:
-    return ", ".join(names[:shown]) + and_more(len(names), shown)
+    return ", ".join(names[:shown]) + _and_more(len(names), shown)
+
+
+def _and_more(count: int, shown: int) -> str:
+    return f" and {count - shown:,} more" if count > shown else ""
 
 
 def setup(side: Side) -> str:
     """Return the GPU activities of one run's step as text, counted by operation."""
     shown = ", ".join(f"{count} x {part}" for part, count in side.parts.most_common(NAMES_SHOWN))
-    return shown + and_more(len(side.parts), NAMES_SHOWN) or "no GPU work"
+    return shown + _and_more(len(side.parts), NAMES_SHOWN) or "no GPU work"
