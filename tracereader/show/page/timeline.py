@@ -152,8 +152,9 @@ class Packing:
             self.add("CPU", run + title, rows, zero)
         if trace.overheads and steps is None:
             self.add("CPU", run + "profiler and driver overhead", _stacked(trace.overheads), zero)
-        for title, rows in _inside_tracks(trace) if steps is None else ():
-            self.add("inside", run + title, rows, zero)
+        blocks = grouped((one.track, one) for one in trace.inside) if steps is None else {}
+        for number, phases in enumerate(blocks.values(), 1):
+            self.add("inside", f"{run}inside a kernel: recorded block {number}", _stacked(phases), zero)
         for title, rows in _gpu_tracks(trace, steps):
             self.add("GPU", run + title, rows, zero)
             columns, work = self.columns["GPU"], [one for one, _ in rows]
@@ -223,12 +224,6 @@ def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[st
 
 def _rows(roots: Sequence[Op]) -> list[tuple[Op, int]]:
     return [(op, min(depth, DEEPEST)) for op, depth in with_depths(roots)]
-
-
-def _inside_tracks(trace: Trace) -> Iterator[tuple[str, list[tuple[Phase, int]]]]:
-    """Return the lanes of the blocks that recorded their phases."""
-    for number, phases in enumerate(grouped((one.track, one) for one in trace.inside).values(), 1):
-        yield f"inside a kernel: recorded block {number}", _stacked(phases)
 
 
 def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
