@@ -22,7 +22,7 @@ from tracereader.changes.host import (
     waits_in,
 )
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.vetoes import stays_eager
+from tracereader.changes.vetoes import has_batch_norms_of_volumes, has_ffts, has_rnns
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.phases import (
@@ -275,7 +275,8 @@ def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
 
 def _compiled(case: Case) -> str:
     """Return how torch.compile makes graphs of a model, as the first of two ways; "" if it does not."""
-    if stays_eager(case):
+    # It leaves much of such a model as it is, or makes it slower.
+    if has_batch_norms_of_volumes(case) or has_rnns(case) or has_ffts(case):
         return ""
     if includes_the_loss(case):
         return 'torch.compile the model and the loss with mode="reduce-overhead", or '

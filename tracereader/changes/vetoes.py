@@ -30,11 +30,6 @@ def has_batch_norms_of_volumes(case: Case) -> bool:
     return any(all(above.name != "aten::instance_norm" for above in op.above()) for op in of_volumes)
 
 
-def stays_eager(case: Case) -> bool:
-    """Return whether torch.compile leaves much of the model as it is, or makes it slower."""
-    return has_batch_norms_of_volumes(case) or has_rnns(case) or has_ffts(case)
-
-
 class Veto(NamedTuple):
     """A change that is not proposed if a condition holds. recording: what was measured, or why it cannot be made."""
 
