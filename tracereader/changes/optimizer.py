@@ -19,8 +19,6 @@ from tracereader.two_runs.side import Side
 FEW_LAUNCHES = 4
 # From so many gradients on, setting each to zero is worth a look.
 MANY_ZEROED = 8
-# The optimizers that have a fused form on a CPU, which reads and writes each tensor less often than a loop.
-FUSED_ON_THE_CPU = ("AdamW", "Adam", "SGD", "Adagrad")
 # SGD without momentum reads and writes nothing twice. Only the momentum is multiplied.
 MULTIPLIES = ("aten::mul_", "aten::_foreach_mul_")
 
