@@ -99,8 +99,7 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
 
 @change(
     "fuse pointwise kernels with torch.compile",
-    "a chain takes as long as its longest kernel, and a convolution as long in channels_last; compiled calls replace the "
-    "CPU time of training's ops",
+    "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
     followed=_follows_fuse_pointwise,
     keys=("compile_reduce_overhead", "compile", "compile_max_autotune"),
 )
