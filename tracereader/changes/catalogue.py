@@ -22,13 +22,7 @@ from tracereader.changes import (
 )
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
-from tracereader.changes.opportunity import (
-    CPU_ERROR,
-    Opportunity,
-    is_worth_showing,
-    priced,
-    worth_showing,
-)
+from tracereader.changes.opportunity import CPU_ERROR, Opportunity, is_worth_showing, priced, worth_showing
 from tracereader.changes.vetoes import VETOES
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication

@@ -24,26 +24,12 @@ from tracereader.figures.phases import backward_begins, of_the_loss, outside_mod
 from tracereader.figures.steps import compilations
 from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
 from tracereader.replay import Graph
-from tracereader.replay.changes import (
-    fused,
-    with_cpu_time,
-    with_durations,
-    with_smaller_graphs,
-    without_cpu_time,
-)
+from tracereader.replay.changes import fused, with_cpu_time, with_durations, with_smaller_graphs, without_cpu_time
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import minus, union
-from tracereader.trace.labels import (
-    ACCUMULATES,
-    COMPILING,
-    INDUCTORS_CALL,
-    LOADER,
-    LOOKUP,
-    OPTIMIZERS,
-    WRAPPERS,
-)
+from tracereader.trace.labels import ACCUMULATES, COMPILING, INDUCTORS_CALL, LOADER, LOOKUP, OPTIMIZERS, WRAPPERS
 from tracereader.trace.op_names import FOREACH, OF_UNKNOWN_SIZE
 from tracereader.trace.types import Inputs
 from tracereader.trace.waits import is_wait

@@ -43,13 +43,7 @@ from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import Lengths, union
 from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, OLDER_FSDP, SHARDING
 from tracereader.trace.types import dtype_of
-from tracereader.two_runs.same_jobs import (
-    SHARDED,
-    evens_out,
-    evens_out_stages,
-    sends_half,
-    splits_more,
-)
+from tracereader.two_runs.same_jobs import SHARDED, evens_out, evens_out_stages, sends_half, splits_more
 
 OF_TRAINING = ("all-reduce", *SHARDED)
 # The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,

@@ -14,16 +14,7 @@ import msgspec
 from tracereader.trace.document import TraceError
 from tracereader.trace.families import IN_EVERY_LAYER, of_op
 from tracereader.trace.grouped import grouped
-from tracereader.trace.labels import (
-    AUTOGRAD,
-    GIVES_GRADIENT,
-    LOADER,
-    OPTIMIZER,
-    REGION,
-    STEP,
-    ZEROES,
-    is_torchs_own,
-)
+from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, REGION, STEP, ZEROES, is_torchs_own
 from tracereader.trace.slices import Op, sort_by_start, start_of
 from tracereader.trace.waits import SYNCHRONIZES
 
