@@ -110,7 +110,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path, capsys):
     for flags, why in (
         ([trace, "--export", tmp_path / "copy.txt"], "has to end in .json or .json.gz"),
         ([trace, "--export", tmp_path / ".json"], "has to end in .json or .json.gz"),
-        ([trace, "--export", tmp_path / "no" / "copy.json"], "no such folder: no"),
+        ([trace, "--export", tmp_path / "no" / "copy.json"], f"no such folder: {tmp_path / 'no'}"),
         ([trace, "--export", tmp_path / "folder.json"], "a folder; name a file in it"),
         ([trace, "--export", there], "exists; --force overwrites it"),
         ([trace, "--export", trace, "--force"], "that is the trace itself"),

@@ -128,6 +128,7 @@ def test_flags_of_python_that_close_the_way_in_are_found(words, flag):
         (["--", "env", "python3", "-S", "a.py"], "python -S loads no sitecustomize"),
         (["--out", "a.txt", "--", sys.executable], "the name of a trace ends with .json or .json.gz"),
         (["--out", "no/such/a.json", "--", sys.executable], "there is no folder no/such"),
+        (["--out", "/proc/a.json", "--", sys.executable], "the folder cannot be written to"),
         (["--active", "0", "--", sys.executable], "0 is too small"),
     ],
 )
@@ -208,6 +209,18 @@ def test_the_first_steps_of_several_threads_claim_the_process_once(tmp_path):
     session.work, session.threads = types.SimpleNamespace(ended=lambda: None), set()
     in_threads(2, session.step_ended)
     assert (claims, session.claimed, session.over) == ([None], True, False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_waits_for_a_cpu_stay_in_the_steps_of_ranks_that_begin_after_torch_was_imported(ranks, monkeypatch):
+    """mp.spawn sets the number of ranks then. A rank's wait for another one would look like one for other programs."""
+    session = inside("session").Session.__new__(inside("session").Session)
+    session.over, session.claimed, session.claim, session.lock = False, None, lambda: True, threading.Lock()
+    session.made, session.threads = None, set()
+    session.work = types.SimpleNamespace(ended=lambda: None, measuring=types.SimpleNamespace(contention="waits"))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    session.step_ended()
+    assert session.work.measuring.contention == ("waits" if ranks == 1 else None)
 
 
 def test_the_steps_of_another_thread_are_not_counted_in_the_fast_way_either():

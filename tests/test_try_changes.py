@@ -94,6 +94,17 @@ LOADER = {"line": "train.py:12", "workers": 0}
 ON_CPU = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), torch="2.15.0", threads=4, workers=4)
 
 
+def test_a_run_that_leaves_no_time_for_a_change_is_announced_as_such():
+    session = types.SimpleNamespace(alone=[types.SimpleNamespace(title=one) for one in ("TF32", "workers")], left_s=40)
+    for left_s, told in (
+        (40, "too long for any of the 2 changes"),
+        (120, "About 2 runs follow"),
+        (999, "7 runs or more"),
+    ):
+        session.left_s = left_s
+        assert told in search._announcement(session, types.SimpleNamespace(seconds=49.0))
+
+
 def test_the_change_that_saves_most_is_named_first_and_those_that_help_are_combined(searched):
     session = searched(Simulated({"workers": 0.4, "fused_optimizer": 0.9, "compile": 0.8, "bf16": 1.5}, ON_CPU))
     singles, several = tried.sets_in_order(session)
@@ -627,7 +638,7 @@ def test_a_file_that_is_no_page_is_refused_before_anything_runs(tell, tmp_path):
     refused = (
         (["--html", notes], "exists and is not a report of read-trace; --force overwrites it"),
         (["--html", tmp_path], "a folder; name a file in it"),
-        (["--html", tmp_path / "no" / "page.html"], "no such folder: no"),
+        (["--html", tmp_path / "no" / "page.html"], f"no such folder: {tmp_path / 'no'}"),
         (["--json", "--html", "-"], "both print"),
     )
     for flags, why in refused:

@@ -99,8 +99,10 @@ def trace_path(named: str | None, words: Sequence[str]) -> Path:
     folder = path.parent.absolute()
     if not folder.is_dir():
         raise BadInput(f"--out {printable(str(path))}: there is no folder {printable(str(path.parent))}")
-    if not os.access(folder, os.W_OK):
-        raise BadInput(f"--out {printable(str(path))}: the folder cannot be written to")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        raise BadInput(f"--out {printable(str(path))}: the folder cannot be written to") from None
     return folder / path.name
 
 

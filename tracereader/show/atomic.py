@@ -23,9 +23,8 @@ def status_of(flag: str, target: str, traces: Iterable[Path], instead: str = "")
     try:
         status = Path(target).stat()
     except FileNotFoundError:
-        folder = Path(target).resolve().parent
-        if not folder.is_dir():
-            raise BadInput(f"{flag} {target}: no such folder: {folder.name}") from None
+        if not Path(target).resolve().parent.is_dir():
+            raise BadInput(f"{flag} {target}: no such folder: {Path(target).parent}") from None
         return None
     except OSError as problem:  # a loop of links, which Path.resolve() reports as a RuntimeError, or too long a name
         raise BadInput(f"{flag} {target}: {problem.strerror}") from None

@@ -135,10 +135,6 @@ class Session:
         """Ask no more whether this process leads: that takes as long as some ops, and steps are timed from now on."""
         self.settled = self.leads
 
-    def contention(self):
-        """Return what leaves other programs out of the steps' times; None with several ranks, which look like them."""
-        return self.load("contention").Contention() if self.local_world_size == 1 else None
-
     # Steps.
 
     def step_ended(self):
@@ -150,6 +146,8 @@ class Session:
                 if self.claimed is None:
                     self.thread = thread  # no number of it: a later thread may get the same one
                     self.claimed = self.claim()
+                    if self.claimed and self.local_world_size > 1:
+                        self.work.measuring.contention = None  # other ranks look like other programs
             if not self.claimed:
                 self.finish()
         if not self.claimed:
@@ -359,7 +357,7 @@ class Timing:
         measuring = session.load("measuring")
         self.measuring = measuring.Measuring(
             session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most"),
-            plan.get("slow_us"), session.contention(),
+            plan.get("slow_us"), session.load("contention").Contention(),
         )  # fmt: skip
         self.steps_us, self.wall_us = [], None
 
