@@ -300,7 +300,7 @@ def _over_copies(step: Step) -> Iterator[Loop]:
         calls.sort(key=lambda op: op.start)
         launched = _launches(step, [(one.end, two.start) for one, two in pairwise(calls)])
         lengths = [op.inputs.dims for op in calls]
-        grows = lengths[0] != lengths[-1] and lengths == sorted(lengths)
+        grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
         if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched) and not grows:
             yield from _loop(calls, "an input of its own from the CPU")
 
