@@ -140,7 +140,7 @@ def test_a_step_that_the_gpu_limits_does_not_show_its_cpu_time():
 
 
 def test_there_is_no_estimate_where_recording_hides_nothing():
-    """Without the profiler this step is certainly GPU-bound, as it is with it. The compiled one may wait for launches."""
+    """Without the profiler this step is certainly GPU-bound, as it is with it. A compiled one may not be."""
     found = found_by_estimate("unet/contiguous")
     assert [name for name, one in found.items() if one.estimated_savings is not None] == ["fuse_pointwise"]
     low, high = found["fuse_pointwise"].estimated_savings
