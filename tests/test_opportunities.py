@@ -37,6 +37,7 @@ from tracereader.trace import read
 from tracereader.trace.labels import ACCUMULATES
 
 TESTS = Path(__file__).resolve().parent / "traces"
+PAIRS = TESTS.parent.parent / "benchmarks/pairs"
 SMALL_TRAIN = TESTS / "h100/small_train"  # training steps of small models, in separate processes
 TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
 
@@ -713,9 +714,6 @@ def conversions_us(file: Path | str) -> list[float]:
     events = raw_events(file)
     steps = [raw_work(events, mark) for mark in raw_steps(events)[1:]]
     return [sum(e["dur"] for e in work if re.search("nchwToNhwc|nhwcToNchw", e["name"])) for work in steps]
-
-
-PAIRS = Path(__file__).resolve().parent.parent / "benchmarks/pairs"
 
 
 def test_compiled_convolutions_of_images_convert_no_layout(tmp_path):

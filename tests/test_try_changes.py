@@ -95,13 +95,9 @@ ON_CPU = Seen(modules=(MODEL,), optimizers=(OPTIMIZER,), loaders=(LOADER,), torc
 
 
 def test_a_run_that_leaves_no_time_for_a_change_is_announced_as_such():
-    session = types.SimpleNamespace(alone=[types.SimpleNamespace(title=one) for one in ("TF32", "workers")], left_s=40)
-    for left_s, told in (
-        (40, "too long for any of the 2 changes"),
-        (120, "About 2 runs follow"),
-        (999, "7 runs or more"),
-    ):
-        session.left_s = left_s
+    session = types.SimpleNamespace(alone=[types.SimpleNamespace(title=one) for one in ("TF32", "workers")])
+    told_after = {40: "leaves no time to try a change", 120: "About 2 runs follow", 999: "7 runs or more"}
+    for session.left_s, told in told_after.items():
         assert told in search._announcement(session, types.SimpleNamespace(seconds=49.0))
 
 

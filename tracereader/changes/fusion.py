@@ -163,11 +163,12 @@ def _conversions_less(case: Case) -> list[tuple[Work, GpuWork]]:
     torch/_inductor/graph.py): with groups, and in training with much fewer channels out than in, or few channels.
     """
     found, layout, _ = conversions(case)
+    if layout != "channels_last":
+        return []
     convolutions = case.step.named("aten::convolution".__eq__)
     weights = [dims for op in convolutions if len(dims := op.inputs.dims_at(1) or ()) == 4]
-    grouped = any(op.inputs.concrete[8:9] not in ([], ["1"]) for op in convolutions)
-    if layout != "channels_last" or grouped or len(weights) < len(convolutions):
-        return []
+    if len(weights) < len(convolutions) or any(op.inputs.concrete[8:9] not in ([], ["1"]) for op in convolutions):
+        return []  # unknown shapes, or groups
     fewer = any(2 * out <= into and high > 1 for out, into, high, _ in weights)
     small = all(max(out, into) <= FEW_CHANNELS for out, into, *_ in weights)
     return [] if case.trace.trains and (fewer or small) else found

@@ -128,8 +128,6 @@ def priced(
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
     scale = before / graph.replayed_us
     after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
-    if proposal.most is not None:
-        after = min(after, before)
     if after > before:
         estimates = ()  # such a change is not shown: see is_worth_showing()
     replayed = 1 / scale

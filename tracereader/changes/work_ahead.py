@@ -50,7 +50,8 @@ def data_loader(case: Case) -> Proposal | None:
         # The workers share the cores with the model. One worker takes longer for a batch than the main process, and two
         # take at least half as long as one. Several keep up if cores are idle, or if loading waits for files.
         options, if_idle = "num_workers=1 or more", " if cores are idle or loading waits"
-        least_us = loading.us + prices.SLOW_BATCH_US if single else case.graph.recorded_us / 2
+        recorded = case.graph.recorded_us
+        least_us = min(recorded, loading.us + prices.SLOW_BATCH_US) if single else recorded / 2
         most = graph if single else None
     how = f"DataLoader(…, {options}, persistent_workers=True){if_idle}"
     if not single:

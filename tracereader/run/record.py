@@ -196,9 +196,10 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
     if traces:
         first = traces[0]
         ms = first["unprofiled_step_us"] / 1000
+        shown = f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
         step = (
-            f"a step ends with {first['ends_with']} and takes {f'{ms:.3g}' if ms < 1000 else f'{ms:,.0f}'} ms without "
-            f"the profiler ({first['unprofiled_steps']} measured)"
+            f"a step ends with {first['ends_with']} and takes {shown} ms without the profiler "
+            f"({first['unprofiled_steps']} measured)"
         )
         ranks = f" of each of {len(traces)} ranks" if len(traces) > 1 else ""
         names = traces[0]["trace"] if len(traces) == 1 else re.sub(r"rank\d+", "rank*", traces[0]["trace"])

@@ -330,8 +330,7 @@ def _announcement(session: Session, first: Run) -> str:
     number = 2 * len(session.alone) + 3
     most = int(session.left_s / max(first.seconds, 1))
     if most < 2:
-        short = f"too long for any of the {len(session.alone)} changes in the time that is left; --minutes gives more"
-        return f"a run takes about {first.seconds:.0f} s, {short}"
+        return f"a run takes about {first.seconds:.0f} s, which leaves no time to try a change; --minutes gives more"
     runs = f"{number} runs or more" if number < most else f"About {most} runs"
     return (
         f"a run takes about {first.seconds:.0f} s. {runs} follow: as it is, and in turn with "

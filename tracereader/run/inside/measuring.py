@@ -33,10 +33,10 @@ class Measuring:
     caller decides when.
     """
 
-    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None, slow_us=None, contention=None):
+    def __init__(self, torch, skip=5, least=10, seconds=1.0, most=None, slow_us=None):
         self.torch, self.skip, self.least, self.seconds, self.most = torch, skip, least, seconds, most
         self.slow_us = slow_us  # if all steps are longer, a few of them tell enough
-        self.contention = contention  # leaves out what other programs cost, where steps are timed by the CPU's clock
+        self.contention = None  # leaves out what other programs cost, where steps are timed by the CPU's clock
         self.counted = 0
         self.ends = []  # of the steps of the warm-up, in s
         self.work = None  # what was compiled and allocated so far

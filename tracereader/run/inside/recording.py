@@ -37,12 +37,7 @@ class Recording:
         self.session, self.plan, self.torch = session, session.plan, session.torch
         plan = self.plan
         self.measuring = session.load("measuring").Measuring(
-            session.torch,
-            plan["skip"],
-            plan["least"],
-            plan["seconds"],
-            plan["most"],
-            contention=session.load("contention").Contention(),
+            session.torch, plan["skip"], plan["least"], plan["seconds"], plan["most"]
         )
         self.phase = "warming up"
         self.steps_us, self.period = [], None

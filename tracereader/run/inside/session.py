@@ -146,8 +146,8 @@ class Session:
                 if self.claimed is None:
                     self.thread = thread  # no number of it: a later thread may get the same one
                     self.claimed = self.claim()
-                    if self.claimed and self.local_world_size > 1:
-                        self.work.measuring.contention = None  # other ranks look like other programs
+                    if self.claimed and self.local_world_size == 1:  # other ranks look like other programs
+                        self.work.measuring.contention = self.load("contention").Contention()
             if not self.claimed:
                 self.finish()
         if not self.claimed:
@@ -278,7 +278,8 @@ class Session:
         if self.exits >= 3:
             self.finish()
         self.steps.stop()
-        if threading.current_thread() is not threading.main_thread():
+        outside = threading.current_thread() is not threading.main_thread()
+        if outside:
             self.finish()
             if not self.listens:
                 return  # an exception would end this thread only: the command ends the program
@@ -286,7 +287,7 @@ class Session:
         if self.exits == 1:
             with contextlib.suppress(AttributeError, RuntimeError):  # Python has no public name for this
                 threading._register_atexit(self._end_threads)
-        if self.roams and threading.current_thread() is not threading.main_thread():
+        if outside and self.roams:
             return  # it may end by itself, and answer its request before
         outcomes = sys.modules.get("_pytest.outcomes")
         if outcomes is not None and "PYTEST_CURRENT_TEST" in os.environ:
@@ -357,7 +358,7 @@ class Timing:
         measuring = session.load("measuring")
         self.measuring = measuring.Measuring(
             session.torch, plan.get("skip", 5), plan.get("least", 10), plan.get("seconds", 1.0), plan.get("most"),
-            plan.get("slow_us"), session.load("contention").Contention(),
+            plan.get("slow_us"),
         )  # fmt: skip
         self.steps_us, self.wall_us = [], None
 
