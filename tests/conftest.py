@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LIGER = "kernels-community/liger-kernels"
+BEGAN = time.monotonic()
 
 # Behind nohup or an & they are ignored, and so in every program that a test starts.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -33,6 +35,12 @@ def pytest_addoption(parser):
         "--reader",
         action="store_true",
         help="the reader's tests alone: what needs no torch, browser, web server or wheel",
+    )
+    parser.addoption(
+        "--for-seconds",
+        type=int,
+        metavar="N",
+        help="skip each exhaustive test whose turn comes more than N seconds after the start",
     )
 
 
@@ -92,6 +100,13 @@ def pytest_collection_modifyitems(config, items):
         if not torch.cuda.is_available():
             for item in on_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    seconds = item.config.getoption("--for-seconds")
+    if seconds is not None and "exhaustive" in item.keywords and time.monotonic() - BEGAN > seconds:
+        pytest.skip(f"its turn came after {seconds} s")
 
 
 @pytest.fixture(scope="module", autouse=True)

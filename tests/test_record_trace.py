@@ -28,7 +28,8 @@ optimizer = torch.optim.SGD(model.parameters(), 0.01)
 """
 STEP = "model(torch.ones(2, 8)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 # Other programs do not make such a step half as long again. Slow steps at equal distances would be recorded, too.
-LONG_STEP = f"{STEP}; time.sleep(0.05)"
+LONG = "time.sleep(0.05)"
+LONG_STEP = f"{STEP}; {LONG}"
 # However fast or slow the machine is, the program has enough steps.
 UNTIL_RECORDED = "while not any(name.endswith('.json.gz') for name in os.listdir())"
 ENDLESS = "count = 0\nwhile count < 100_000:\n    count += 1\n    "
@@ -690,13 +691,14 @@ def test_inference_goes_on_to_its_own_end_where_that_is_asked_for(tmp_path):
     found, traces = recorded(tmp_path, code.replace("optimizer =", "# "), "--continue", "--active", "3")
     assert (found.returncode, found.stdout) == (0, "99999\n"), found.stderr
     (trace,) = traces.values()
-    assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1]
+    calls = calls_in_each_step(trace, "aten::linear")
+    assert set(calls) == {1} and len(calls) >= 3  # more where a busy machine makes some steps slow
     assert trace["unprofiled_steps"] > 1000  # after forty of them had been timed and recorded
 
 
 def test_a_program_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path):
     asks = "import importlib.util\nassert importlib.util.find_spec('torch')"  # as transformers does
-    found, traces = recorded(tmp_path, f"{asks}\n{LOOP}for i in range(100_000): {STEP}")
+    found, traces = recorded(tmp_path, f"{asks}\n{LOOP}for i in range(100_000): {LONG_STEP}")
     assert found.returncode == 0 and len(traces) == 1, found.stderr
     assert calls_in_each_step(*traces.values(), "aten::linear") == [1] * 4
 
@@ -716,34 +718,40 @@ def test_the_status_is_that_of_the_signal_that_ended_the_program(number, tmp_pat
 
 
 PROGRAMS = {
-    "accumulation": (f"{ENDLESS}model(torch.ones(2, 8)).sum().backward()\n    if count % 3 == 0: optimizer.step()", 3),
+    "accumulation": (
+        f"{ENDLESS}model(torch.ones(2, 8)).sum().backward()\n    if count % 3 == 0: optimizer.step(); {LONG}",
+        3,
+    ),
     "two optimizers": (
         "other = torch.nn.Linear(8, 8); second = torch.optim.Adam(other.parameters())\n"
-        f"{ENDLESS}{STEP}; other(torch.ones(1, 8)).sum().backward(); second.step()",
+        f"{ENDLESS}{STEP}; other(torch.ones(1, 8)).sum().backward(); second.step(); {LONG}",
         2,
     ),
     "optimizers in backward": (
         "one = torch.optim.SGD([model.weight], 0.01); two = torch.optim.SGD([model.bias], 0.01)\n"
         "model.weight.register_post_accumulate_grad_hook(lambda p: one.step())\n"
         "model.bias.register_post_accumulate_grad_hook(lambda p: two.step())\n"
-        f"{ENDLESS}model(torch.ones(2, 8)).sum().backward()",
+        f"{ENDLESS}model(torch.ones(2, 8)).sum().backward(); {LONG}",
         1,
     ),
     "LBFGS": (
         "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, max_eval=2, tolerance_grad=0)\n"
         "def closure():\n    optimizer.zero_grad(); loss = model(torch.rand(2, 8)).pow(2).sum(); loss.backward()\n"
-        f"    return loss\n{ENDLESS}optimizer.step(closure)",
+        f"    return loss\n{ENDLESS}optimizer.step(closure); {LONG}",
         2,
     ),
-    "a compiled model": (f"fast = torch.compile(model, backend='eager', fullgraph=True)\n{ENDLESS}{STEP}", 1),
-    "a function by its name": (f"def work(): model(torch.ones(1, 8)); model(torch.ones(1, 8))\n{ENDLESS}work()", 2),
+    "a compiled model": (f"fast = torch.compile(model, backend='eager', fullgraph=True)\n{ENDLESS}{LONG_STEP}", 1),
+    "a function by its name": (
+        f"def work(): model(torch.ones(1, 8)); model(torch.ones(1, 8)); {LONG}\n{ENDLESS}work()",
+        2,
+    ),
     "two models that take turns": (
-        f"other = torch.nn.Linear(8, 8)\n{ENDLESS}other(model(torch.ones(1, 8))); time.sleep(0.02)",
+        f"other = torch.nn.Linear(8, 8)\n{ENDLESS}other(model(torch.ones(1, 8))); {LONG}",
         2,
     ),
     "a generator of tokens": (
         "head = torch.nn.Linear(8, 9)\ndef tokens():\n    x = torch.ones(1, 8)\n    for i in range(30):\n"
-        "        x = model(x); yield head(x).argmax().item(); time.sleep(0.02)\n"
+        "        x = model(x); yield head(x).argmax().item(); time.sleep(0.05)\n"
         f"{ENDLESS}for token in tokens(): pass",
         2,
     ),
@@ -753,7 +761,10 @@ PROGRAMS = {
         "    one.start(); one.join(); sys.exit(one.exitcode)",
         1,
     ),
-    "a forked child": (f"if os.fork():\n    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n{ENDLESS}{STEP}", 1),
+    "a forked child": (
+        f"if os.fork():\n    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n{ENDLESS}{LONG_STEP}",
+        1,
+    ),
 }
 
 
@@ -793,7 +804,7 @@ def test_a_program_with_a_handler_of_signals_that_exits_at_once_goes_on_as_alone
 def test_a_program_of_compiled_functions_is_asked_what_ends_a_step(tmp_path):
     code = (
         f"{LOOP}fast = torch.compile(lambda x: (x @ x).relu(), backend='eager')\n"
-        "def work(): fast(torch.ones(8, 8)); time.sleep(0.02)\nfor i in range(80): work()\nprint('end')"
+        "def work(): fast(torch.ones(8, 8)); time.sleep(0.05)\nfor i in range(80): work()\nprint('end')"
     )
     found, traces = recorded(tmp_path, code)
     assert (found.returncode, found.stdout, traces) == (0, "end\n", {})
@@ -814,7 +825,7 @@ def test_a_program_with_a_profiler_of_its_own_is_left_to_it(tmp_path):
 
 NEW_THREADS = f"""{LOOP.replace("optimizer =", "# ")}import threading, time
 for i in range(STEPS):
-    one = threading.Thread(target=lambda: (model(torch.ones(2, 8)), time.sleep(0.02)))
+    one = threading.Thread(target=lambda: (model(torch.ones(2, 8)), {LONG}))
     one.start(); one.join()
 print('end')
 """
@@ -823,7 +834,7 @@ print('end')
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_steps_of_which_each_runs_in_a_new_thread_are_recorded(goes_on, tmp_path):
-    code = NEW_THREADS.replace("STEPS", "200" if goes_on else "100_000")
+    code = NEW_THREADS.replace("STEPS", "100" if goes_on else "100_000")
     found, traces = recorded(tmp_path, code, *["--continue"] * goes_on)
     assert found.returncode == 0 and found.stdout == "end\n" * goes_on, found.stderr
     assert "Traceback" not in found.stderr
@@ -906,7 +917,7 @@ def test_threads_that_make_steps_for_ever_end_with_the_program(threads, tmp_path
 def test_a_task_of_asyncio_that_ends_the_program_prints_nothing(tmp_path):
     code = (
         f"{LOOP.replace('optimizer =', '# ')}import asyncio\nasync def serve():\n    try:\n"
-        "        while True: model(torch.ones(2, 8)); await asyncio.sleep(0)\n    finally: print('cleaned up')\n"
+        "        while True: model(torch.ones(2, 8)); await asyncio.sleep(0.05)\n    finally: print('cleaned up')\n"
         "async def main(): serving = asyncio.create_task(serve()); await asyncio.sleep(600)\nasyncio.run(main())"
     )
     found, traces = recorded(tmp_path, code)
