@@ -23,6 +23,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.steps import outermost_named
+from tracereader.findings.finding import duration
 from tracereader.findings.ops import NO_VALUES, VIEWS
 from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
@@ -87,7 +88,7 @@ def _computing_us(calls: Sequence[Op]) -> float:
     return sum(max(0, ns - least) for ns in own) / 1e3
 
 
-def _proposed(graph: Graph, found: Sequence[Loop], more: str = "", most: Graph | None = None) -> Proposal:
+def _proposed(graph: Graph, found: Sequence[Loop], more="", on_cpu="", most: Graph | None = None) -> Proposal:
     each = f" in {len(found)} loops" if len(found) > 1 else ""
     how = (
         "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
@@ -95,6 +96,7 @@ def _proposed(graph: Graph, found: Sequence[Loop], more: str = "", most: Graph |
     )
     if found[0].what == TABLES:
         how = "make one table with the rows of all, and add each column's offset to its indices"
+    how += on_cpu
     return Proposal(
         graph,
         f"each of {sum(len(one.starts) for one in found)} passes{each} computes with {found[0].what}{more}",
@@ -141,7 +143,20 @@ def larger_batch(case: Case) -> Proposal | None:
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     graph = without_work(without_cpu_time(case.graph, spans), gone)
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
-    return _proposed(with_durations(graph, case.in_all_steps(us)), typical, idle)
+    on_cpu = _on_the_cpu(work) if typical[-1].what.endswith("from the CPU") else ""
+    return _proposed(with_durations(graph, case.in_all_steps(us)), typical, idle, on_cpu)
+
+
+def _on_the_cpu(work: Sequence[Work]) -> str:
+    """Return what else may help a pass that the CPU waits for, if its kernels take hardly longer than empty ones."""
+    each_us = sum(one.dur for one in work) / 1e3 / len(work)
+    if each_us > 2 * prices.LEAST_KERNEL_US or not any("DtoH" in one.name for one in work):
+        return ""
+    launching_us = sum(one.launch.dur for one in work if one.launch is not None) / 1e3
+    return (
+        f"; or run this model on the CPU: each of a pass's {len(work)} kernels and copies takes {duration(each_us)}, "
+        f"hardly longer than an empty kernel, and the CPU takes {duration(launching_us)} to launch them"
+    )
 
 
 def _batched_us(case: Case, one: GpuWork, count: int) -> float:

@@ -32,22 +32,12 @@ from tracereader.two_runs.same_jobs import gathers_less, reduces_less_often, sen
 
 # DDP flattens the buffers of one type, sends them, and copies them back into the model's tensors.
 BROADCAST, COPY = "c10d::broadcast_", "aten::copy_"
-SENDS_BUFFERS = (
-    "aten::flatten_dense_tensors",
-    BROADCAST,
-    DESCRIBES_COLLECTIVE,
-    "aten::unflatten_dense_tensors",
-    COPY,
-)
+SENDS_BUFFERS = ("aten::flatten_dense_tensors", BROADCAST, DESCRIBES_COLLECTIVE, "aten::unflatten_dense_tensors", COPY)
 FORWARDS = (DDPS_FORWARD, FSDPS_FORWARD, f"{OLDER_FSDP}forward")
 REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 
 
-@change(
-    "keep gathered parameters for backward",
-    "all parameters fit into memory",
-    jobs_followed=gathers_less,
-)
+@change("keep gathered parameters for backward", "all parameters fit into memory", jobs_followed=gathers_less)
 def keep_parameters(case: Case) -> Proposal | None:
     """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
     if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):

@@ -188,13 +188,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(
-    one: Work,
-    op: Op | None,
-    launch: LaunchArgs,
-    says: KernelName,
-    alone: bool,
-    peaks: Peaks | None,
-    facts: RunFacts,
+    one: Work, op: Op | None, launch: LaunchArgs, says: KernelName, alone: bool, peaks: Peaks | None, facts: RunFacts
 ) -> _Sizes:
     # The sizes are those of this activity. Another step may have another size here.
     shape, moved, types = sizes_of(one, op, launch.bytes, says, alone, facts)
