@@ -118,6 +118,22 @@ def test_nothing_helps_where_nothing_does(searched, capsys):
     assert "Nothing helps" in capsys.readouterr().out
 
 
+def test_a_difference_beyond_the_noise_that_ran_once_is_not_called_noise(searched, capsys):
+    """One run with a change that doubles the step does not convince; nor does it look like the program as it is."""
+    session = searched(Simulated({"fused_optimizer": 2.1}, noise=0.0), minutes=0.4, only=("fused_optimizer",))
+    one = session.saving(("fused_optimizer",))
+    session.runs[:] = [*session.as_it_is[:1], *session.of(("fused_optimizer",))[:1]]
+    shares = {}
+    for noise in (0.01, 0.06, 0.4):
+        session.usual_noise, session._noise_of = noise, 0
+        shares[noise] = session.saving(("fused_optimizer",)).verdict
+    assert one.share == pytest.approx(-1.1) and list(shares.values()) == ["harms", "too few runs", "within noise"]
+    session.usual_noise, session._noise_of = 0.06, 0
+    tried.show(session)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "too few runs" in printed and "more --minutes decide it" in printed
+
+
 @pytest.mark.parametrize("disturbed", (0.0, 0.3))
 def test_savings_within_the_noise_are_never_claimed(searched, disturbed):
     """Also where other programs make a third of the runs up to twice as long."""

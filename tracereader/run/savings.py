@@ -70,6 +70,15 @@ class Saving(msgspec.Struct, frozen=True):
         return not self.helps and not self.harms and self.plus_minus > WORTH
 
     @property
+    def verdict(self) -> str:
+        """Return "helps", "harms", "none", "within noise", or "too few runs" of what may be more than noise."""
+        if self.helps or self.harms:
+            return "helps" if self.helps else "harms"
+        if not self.is_noise:
+            return "none"
+        return "too few runs" if abs(math.log(1 - self.share)) > self.error else "within noise"
+
+    @property
     def is_clear(self) -> bool:
         """Return whether more runs would hardly change what is said: the interval is narrow against the saving."""
         return self.plus_minus < max(0.25 * abs(self.share), WORTH)

@@ -27,12 +27,12 @@ def show_list(candidates: Sequence[Candidate]) -> None:
 
 
 def saved_text(found: Saving) -> str:
-    """Return what a change saves: "62% ± 1", "3% longer", "within noise", or "none"."""
+    """Return what a change saves: "62% ± 1", "3% longer", or the verdict where neither is known."""
     if found.helps:
         return f"{found.share:.0%} ± {max(1, round(100 * found.plus_minus))}"
     if found.harms:
         return f"{-found.share:.0%} longer" if found.share > -1 else f"{1 - found.share:.0f} times as long"
-    return "within noise" if found.is_noise else "none"
+    return found.verdict
 
 
 def predicted(session: Session, keys: tuple[str, ...]) -> float | None:
@@ -219,12 +219,15 @@ def _sentences(
     unclear = [saved for keys in measured if (saved := session.saving(keys)) is not None and saved.is_noise]
     runs = f"{len(session.as_it_is)} run{'s' if len(session.as_it_is) > 1 else ''} as it is"
     if unclear:
-        least = max(1, round(100 * statistics.median(one.least_shown for one in unclear)))
-        more = " A machine with nothing else to do, or more --minutes, shows smaller ones." if noise > NOISY else ""
-        lines.append(
-            f"Noise: equal runs differ by ± {noise:.1%} ({runs}). A row within the noise ran few times, and may hide a "
-            f"saving of up to {least}%.{more}"
-        )
+        hidden = [one.least_shown for one in unclear if one.verdict == "within noise"]
+        noted = f"Noise: equal runs differ by ± {noise:.1%} ({runs})."
+        if hidden:
+            least = max(1, round(100 * statistics.median(hidden)))
+            more = " A machine with nothing else to do, or more --minutes, shows smaller ones." if noise > NOISY else ""
+            noted += f" A row within the noise ran few times, and may hide a saving of up to {least}%.{more}"
+        if len(hidden) < len(unclear):
+            noted += " A row with too few runs differs by more than the noise, and more --minutes decide it."
+        lines.append(noted)
     others = statistics.median(one.others for one in session.runs)
     if others > CROWDED:
         lines.append(f"Other programs had the CPUs for {others:.0%} of the time, which is left out of the steps.")
@@ -296,7 +299,7 @@ def _row(session: Session, keys: tuple[str, ...]) -> dict:
         "step_us": _step(session, keys),
         "saves": found.share,
         "plus_minus": found.plus_minus,
-        "verdict": "helps" if found.helps else "harms" if found.harms else "within noise",
+        "verdict": found.verdict,
         "results": _difference(difference),
         "predicted": predicted(session, keys),
         **_runs(session, keys),
