@@ -280,6 +280,7 @@ def test_all_optimizers_that_a_saving_includes_are_named():
     saved = (1 - 0.4) * (us["Optimizer.step#Adam.step"] + us["Optimizer.step#SGD.step"])
     assert one.saves_us == pytest.approx(saved, rel=0.02)
     assert one.title == "use the fused Adam and SGD" and one.how.count("fused=True") == 2
+    assert one.how.endswith("with torch 2.4 or newer")  # 2.3 raises an error, and a trace has no version
 
 
 def test_more_workers_halve_the_step_at_most():

@@ -47,7 +47,7 @@ def fused_optimizer_on_the_cpu(case: Case) -> Proposal | None:
     return Proposal(
         without_cpu_time(case.graph, spans),
         f"{each}; a fused optimizer reads and writes each tensor once",
-        listed(f"torch.optim.{one.name}(…, fused=True)" for one in found),
+        listed(f"torch.optim.{one.name}(…, fused=True)" for one in found) + ", with torch 2.4 or newer",
         assumed=True,
         title=f"use the fused {' and '.join(one.name for one in found)}",
     )
