@@ -88,7 +88,9 @@ def _computing_us(calls: Sequence[Op]) -> float:
     return sum(max(0, ns - least) for ns in own) / 1e3
 
 
-def _proposed(graph: Graph, found: Sequence[Loop], more="", on_cpu="", most: Graph | None = None) -> Proposal:
+def _proposed(
+    graph: Graph, found: Sequence[Loop], more: str = "", on_cpu: str = "", most: Graph | None = None
+) -> Proposal:
     each = f" in {len(found)} loops" if len(found) > 1 else ""
     how = (
         "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
