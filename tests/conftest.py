@@ -92,7 +92,9 @@ def pytest_collection_modifyitems(config, items):
         left_out = {item for item in items if NOT_THE_READERS & set(item.fixturenames)}
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    # Where the time is short, most tests have their turn if the longest ones come last.
+    first = -1 if config.getoption("--for-seconds") is not None else 1
+    items.sort(key=lambda item: first * (LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu:
         import torch
