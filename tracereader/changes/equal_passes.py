@@ -38,6 +38,7 @@ ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
+FROM_THE_CPU = "an input of its own from the CPU"
 # Each column of indices selects rows of a table of its own. Indices are no results of another pass.
 TABLES, LOOKS_UP = "an embedding table of its own", ("aten::embedding", "aten::embedding_bag")
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
@@ -138,21 +139,23 @@ def larger_batch(case: Case) -> Proposal | None:
             if join is not None and join.name in JOINS:
                 spans.append((join.track, loop.end, following[0].start if following else join.end))
                 gone += join.work_below()
-    us = {}
+    us, on_cpu = {}, ""
     measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
     for loop in typical:
         _, work = _launched_from(case.trace, case.step, loop.starts[-1], loop.end)
+        on_cpu = _on_the_cpu(work) if loop.what == FROM_THE_CPU else ""
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     graph = without_work(without_cpu_time(case.graph, spans), gone)
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
-    on_cpu = _on_the_cpu(work) if typical[-1].what.endswith("from the CPU") else ""
     return _proposed(with_durations(graph, case.in_all_steps(us)), typical, idle, on_cpu)
 
 
 def _on_the_cpu(work: Sequence[Work]) -> str:
     """Return what else may help a pass that the CPU waits for, if its kernels take hardly longer than empty ones."""
+    if not any("DtoH" in one.name for one in work):
+        return ""
     each_us = sum(one.dur for one in work) / 1e3 / len(work)
-    if each_us > 2 * prices.LEAST_KERNEL_US or not any("DtoH" in one.name for one in work):
+    if each_us > 2 * prices.LEAST_KERNEL_US:
         return ""
     launching_us = sum(one.launch.dur for one in work if one.launch is not None) / 1e3
     return (
@@ -319,7 +322,7 @@ def _over_copies(step: Step) -> Iterator[Loop]:
         lengths = [op.inputs.dims for op in calls]
         grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
         if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched) and not grows:
-            yield from _loop(calls, "an input of its own from the CPU")
+            yield from _loop(calls, FROM_THE_CPU)
 
 
 def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:

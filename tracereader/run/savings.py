@@ -72,8 +72,10 @@ class Saving(msgspec.Struct, frozen=True):
     @property
     def verdict(self) -> str:
         """Return "helps", "harms", "none", "within noise", or "too few runs" of what may be more than noise."""
-        if self.helps or self.harms:
-            return "helps" if self.helps else "harms"
+        if self.helps:
+            return "helps"
+        if self.harms:
+            return "harms"
         if not self.is_noise:
             return "none"
         return "too few runs" if abs(math.log(1 - self.share)) > self.error else "within noise"
