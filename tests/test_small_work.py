@@ -78,7 +78,7 @@ def test_passes_of_kernels_that_hardly_compute_may_run_on_the_cpu():
     launches = [e for e in events if e.get("cat") == "cuda_runtime" and e["args"].get("correlation") in ids]
     each, all_launches = sum(e["dur"] for e in one_pass) / len(one_pass), sum(e["dur"] for e in launches)
     how = priced_changes(base("acting_agent"))["larger_batch"].how
-    assert f"{len(one_pass)} kernels and copies takes {each:.1f} µs, hardly longer than an empty kernel" in how
+    assert f"{len(one_pass)} kernels and copies take {each:.1f} µs each on average, little more than empty ones" in how
     assert how.endswith(f"the CPU takes {all_launches:.1f} µs to launch them")
     for program in ("chosen_answers", "clip_tagger", "passage_ranker", "spoken_words"):
         assert "on the CPU" not in priced_changes(base(program))["larger_batch"].how

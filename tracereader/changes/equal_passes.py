@@ -159,8 +159,8 @@ def _on_the_cpu(work: Sequence[Work]) -> str:
         return ""
     launching_us = sum(one.launch.dur for one in work if one.launch is not None) / 1e3
     return (
-        f"; or run this model on the CPU: each of a pass's {len(work)} kernels and copies takes {duration(each_us)}, "
-        f"hardly longer than an empty kernel, and the CPU takes {duration(launching_us)} to launch them"
+        f"; or try this model on the CPU: a pass's {len(work)} kernels and copies take {duration(each_us)} each on "
+        f"average, little more than empty ones, and the CPU takes {duration(launching_us)} to launch them"
     )
 
 
