@@ -1,5 +1,6 @@
 """The facts that a run stored about itself, and the step's time with and without the profiler."""
 
+import gzip
 import json
 
 import msgspec
@@ -66,3 +67,23 @@ def test_the_recorded_steps_time_is_the_replays(path):
     assert not isinstance(graph, Refused)
     assert ours.recorded_step_us == graph.recorded_us == pytest.approx(graph.step_us(), rel=0.03)
     assert ours.unprofiled_step_us and ours.unprofiled_step_us < ours.recorded_step_us
+
+
+@pytest.mark.parametrize(("times", "is_doubted"), [(1.2, False), (2, True), (5, True)])
+def test_steps_on_a_gpu_that_took_far_longer_without_the_profiler_were_others(times, is_doubted, tmp_path, capsys):
+    """The profiler makes no step shorter. What the timed steps took longer may be in what a change removes, or not."""
+    path = ROOT / "traces/reference/nvidia-h200/changes/decode/eager.json.gz"
+    recorded_us = summarize(read(path)).recorded_step_us
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    document["unprofiled_step_us"] = known = times * recorded_us
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(document))
+    assert cli.main([str(file), "--json=all"]) == 0
+    first = json.loads(capsys.readouterr().out)["opportunities"][0]
+    assert cli.main([str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    doubt = f"Without the profiler a step took {times:.1f} times as long. The steps that were timed may be of another"
+    assert (doubt in said) == is_doubted
+    low, high = first["estimated_savings"]
+    least, most = (us / known for us in (first["saves_us"], first["saves_us"] + known - recorded_us))
+    assert (low <= least < most <= high) == is_doubted

@@ -97,7 +97,8 @@ def unprofiled(summary: Summary) -> str:
         times = summary.recorded_step_us / summary.unprofiled_step_us
         far = "so shares of the recorded step may be far off"
         if lost < 0:
-            return f"Without the profiler the step takes {1 / times:.1f} times as long, {far}."
+            timed = "The steps that were timed may be of another kind, or colder"
+            return f"Without the profiler a step took {1 / times:.1f} times as long. {timed}, {far}."
         without = " A recording without shapes may be closer." * summary.source.shapes_recorded
         longer = f"Recording makes the step {times:.1f} times as long, which the profiler's own work does not explain"
         return f"{longer}, {far}.{without}"
@@ -122,12 +123,13 @@ def unexplained_us(summary: Summary) -> float:
 
     It may lie in any op. A profiler that records shapes keeps a small part of each tensor, which can keep glibc from
     using a freed tensor's memory again: each large tensor then has new memory, and takes four times as long to fill. It
-    is negative if the recorded step is far shorter, and 0 with a GPU or without a measured step.
+    is negative if the recorded step is far shorter, with a GPU as well: the profiler makes no step shorter.
     """
     known, recorded = summary.unprofiled_step_us, summary.recorded_step_us
-    if known is None or summary.gpu_us or SLOWED * recorded > known > recorded / SLOWED:
+    if known is None or SLOWED * recorded > known > recorded / SLOWED:
         return 0.0
-    return recorded - known if not 0 <= recorded - known <= _costs_us(summary)[1] else 0.0
+    longer = recorded - known
+    return longer if longer < 0 or (longer > _costs_us(summary)[1] and not summary.gpu_us) else 0.0
 
 
 def measured(busy_us: float, step_us: float) -> str:
