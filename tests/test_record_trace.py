@@ -342,6 +342,7 @@ def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before
     recording = inside("recording").Recording.__new__(inside("recording").Recording)
     recording.measuring, recording.trace, recording.steps_us = one, None, None
     recording.plan, recording._profile, ends = {"modules": False}, lambda *how: None, []
+    recording.cold = False
     recording._end = lambda: ends.append(recording.trace)
     times = None
     for each, trace in ((before, None), (after, "trace.json")):
@@ -672,6 +673,59 @@ def test_a_program_that_ends_before_slow_steps_could_return_leaves_a_trace(tmp_p
     calls = calls_in_each_step(*traces.values(), "aten::linear")
     assert set(calls) == {1} and len(calls) >= 4  # more where a busy machine makes some steps slow
     assert "steps in program_trace.json.gz" in found.stderr
+
+
+WARM_ONCE_RECORDED = f"""{LOOP}
+is_warm = False
+while True:
+    is_warm = is_warm or torch.autograd._profiler_enabled()
+    {STEP}
+    time.sleep(0.005 if is_warm else 0.1)
+"""
+
+
+@pytest.mark.parametrize("name", ["some.json.gz", pytest.param("some.json", marks=pytest.mark.exhaustive)])
+def test_steps_are_timed_once_more_where_recorded_ones_take_far_less_time(name, tmp_path):
+    """A generator's first text took 50 ms a token on an H200. While the second one was recorded, a token took 10 ms."""
+    found, _ = recorded(tmp_path, WARM_ONCE_RECORDED, "--out", name, "--no-shapes")
+    assert found.returncode == 0, found.stderr
+    path = tmp_path / name
+    data = path.read_bytes()
+    trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
+    low, high = trace["unprofiled_quartiles_us"]
+    assert 5e3 <= low <= trace["unprofiled_step_us"] <= high < 50e3
+    assert f"({trace['unprofiled_steps']} measured)" in found.stderr
+    assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1, 1]
+    assert {one.name for one in tmp_path.iterdir()} == {name, "program.py"}
+
+
+ASKS = f"""{LOOP}
+torch.version.cuda = CUDA
+end = torch.profiler.profile.stop_trace
+def asked(one):
+    print(os.environ.get("TEARDOWN_CUPTI"))
+    end(one)
+torch.profiler.profile.stop_trace = asked
+for i in range(100): {LONG_STEP}
+print(os.environ.get("TEARDOWN_CUPTI"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "flags", "own", "said"),
+    [
+        ("13.0", ["--continue"], {}, [None, "1", None]),
+        ("13.0", ["--continue"], {"TEARDOWN_CUPTI": "0"}, ["0", "0", "0"]),
+        ("12.4", ["--continue"], {}, [None, None, None]),
+        pytest.param(None, ["--continue"], {}, [None, None, None], marks=pytest.mark.exhaustive),
+        pytest.param("13.0", [], {}, [None, None], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_profiler_leaves_cuda_where_the_program_goes_on(cuda, flags, own, said, tmp_path):
+    """It reads TEARDOWN_CUPTI when a recording ends: first one that is thrown away, then the one that is kept."""
+    found, traces = recorded(tmp_path, ASKS.replace("CUDA", repr(cuda), 1), "--no-shapes", *flags, env=own)
+    assert found.returncode == 0 and traces, found.stderr
+    assert found.stdout.split() == [str(one) for one in said]
 
 
 @pytest.mark.exhaustive
