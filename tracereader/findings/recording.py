@@ -111,10 +111,9 @@ def unprofiled(summary: Summary) -> str:
     if _much_idle(busy, low):
         return ""  # the regime is the same then
     may = "it may be GPU-bound then" if _much_idle(busy, high) else "it is probably GPU-bound then"
-    took = _range(low, high)
     return (
-        f"Recording makes such a step longer. Without the profiler it takes an estimated {took}, of which the GPU is "
-        f"busy {duration(busy)}: {may}."
+        f"Recording makes such a step longer. Without the profiler it takes an estimated {_range(low, high)}, of which "
+        f"the GPU is busy {duration(busy)}: {may}."
     )
 
 
