@@ -16,12 +16,13 @@ import time
 import types
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_page import block, chromium, is_quiet, shown  # noqa: F401
 
 from tracereader.run import candidates, savings, search, tried, trying
 from tracereader.run.candidates import Seen, all_candidates
-from tracereader.run.runs import Run
+from tracereader.run.runs import Run, run_once
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -360,6 +361,41 @@ def test_a_large_saving_is_measured_again_before_a_change_that_compiles_for_minu
     session = searched(program, minutes=4.5)
     assert {"compile_reduce_overhead", "tf32"} <= set(session.together) and session.saving(session.together).helps
     assert program.now <= 270
+
+
+@pytest.mark.parametrize(("cold", "skip"), [(0, 5), (37, 37)])
+def test_runs_are_timed_only_after_as_many_steps_as_the_recording_needed_to_be_warm(searched, cold, skip):
+    program, plans = Simulated({"workers": 0.5}, ON_CPU), []
+    usual = program.run_once
+
+    def run_once(command, plan, *args, **kwargs):
+        plans.append(plan)
+        found = usual(command, plan, *args, **kwargs)
+        return msgspec.structs.replace(found, cold=cold) if plan["mode"] == "record" else found
+
+    program.run_once = run_once
+    searched(program, minutes=1, only=("workers",))
+    assert len(plans) > 3 and [one["skip"] for one in plans] == [5, *[skip] * (len(plans) - 1)]
+
+
+COLD = """
+import time, torch
+model = torch.nn.Linear(8, 8)
+is_warm = False
+while True:
+    is_warm = is_warm or torch.autograd._profiler_enabled()
+    model(torch.ones(2, 8))
+    time.sleep(0.005 if is_warm else 0.1)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_recording_tells_after_how_many_steps_its_program_was_warm(tmp_path):
+    (tmp_path / "program.py").write_text(COLD)
+    plan = {**search.RECORD, "mode": "record", "changes": [], "look": True, "step_at": None, "slow_us": None}
+    one = run_once([sys.executable, "program.py"], plan, os.environ, tmp_path / "run", 100, cwd=str(tmp_path))
+    assert not one.failure and one.step_us < 50e3
+    assert search.RECORD["skip"] + search.RECORD["least"] <= one.cold < one.steps - search.RECORD["active"]
 
 
 def test_a_run_that_the_time_cuts_off_is_no_failure(searched, capsys):

@@ -36,6 +36,7 @@ class Run(msgspec.Struct, frozen=True):
     many the program made. stock: how many batches its loaders' workers prepare ahead. others: the share of the measured
     time that other programs cost on the CPU, which is left out of steps_us. nudged: whether the weights were changed as
     rounding does, which moves the losses and not the time. failure: why it has no measured steps; empty if it has.
+    cold: how many steps the recorded program made before its steps were warm, if the usual warm-up was too short.
     """
 
     keys: tuple[str, ...]
@@ -53,6 +54,7 @@ class Run(msgspec.Struct, frozen=True):
     others: float = 0.0
     nudged: bool = False
     failure: str = ""
+    cold: int = 0
 
     @property
     def step_us(self) -> float:
@@ -173,6 +175,7 @@ def run_once(
         first["steps"],
         first.get("stock", 0),
         _others(first),
+        cold=first.get("cold", 0),
     )
 
 

@@ -62,6 +62,7 @@ class Session:
     skipped: changes without a run, and why. together: the changes that were chosen. bet: those that ran together before
     each was known. is_short: whether the time is too short to compile early. predicted: by the id of
     read-trace's change, the share of the step that it is predicted to save. recording: the trace of the first run.
+    skip: how many steps at least are the warm-up of a run.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Session:
         self.candidates: list[Candidate] = []
         self.predicted: dict[str, float] = {}
         self.recording: Path | None = None
+        self.skip = RECORDING["skip"]
         self._noise, self._noise_of = noise_of((), self.usual_noise), 0  # of so many runs
         self._extra_s: dict[tuple[str, ...], float] = {}
 
@@ -205,6 +207,7 @@ class Session:
         plan = {
             **(RECORD if look == "record" else {}),
             "mode": look or "measure",
+            "skip": self.skip,
             "changes": [*(key for key in keys if self.by_key[key].is_patch), *([NUDGED] if nudge else [])],
             "look": bool(look),
             "step_at": self.step_at,
@@ -270,6 +273,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
     if first.trace:
         session.recording = _kept(session, Path(first.trace))
         session.predicted = predictions(session.recording)
+    session.skip = max(session.skip, first.cold)
     session.seen = first.seen
     known = all_candidates(first.seen.world_size)
     chosen = [one for one in known if (not only or one.key in only) and one.key not in without]

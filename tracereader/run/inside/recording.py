@@ -47,7 +47,7 @@ class Recording:
         self.hasty = False  # because they took too little time together, so that they are recorded once more, too
         self.recorded = 0
         self.recorded_us = []  # the steps of the recording, by the CPU's clock
-        self.cold = False  # whether steps are timed once more because those that were timed took far longer than these
+        self.cold = 0  # steps before the recorded ones, if timed ones took far longer: steps are timed once more then
         self.profiler, self.left, self.active = None, 0, plan["active"]
         self.notes = None  # of modules' calls; the profiler makes its own with stacks
         self.names_modules = False
@@ -71,6 +71,7 @@ class Recording:
             "with_shapes": self.with_shapes,
             "recorded": self.recorded,
             "names_modules": self.names_modules,
+            "cold": self.cold,
             **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
         }
 
@@ -129,6 +130,8 @@ class Recording:
         if not count or others:
             if self.cold and not others and _are_far_longer(self.steps_us, times):
                 self._replace_times(times)
+            else:
+                self.cold = 0
             self._end()
             return
         self.active, self.again = count, again
@@ -202,8 +205,9 @@ class Recording:
         self.left -= 1
         self.recorded_us.append((time.perf_counter() - self.step_began) * 1e6)
         is_last = not self.left and self.phase == "recording" and not self.again
-        if is_last and self.session.world_size == 1:
-            self.cold = _are_far_longer(self.steps_us, self.recorded_us[-self.active :])
+        alone = self.session.world_size == 1
+        if is_last and alone and _are_far_longer(self.steps_us, self.recorded_us[-self.active :]):
+            self.cold = self.steps - self.active
         detaches = is_last and (self.plan["go_on"] or self.cold)
         with _quiet(), self._ours(), self._detached() if detaches else contextlib.nullcontext():
             before = time.time_ns()
