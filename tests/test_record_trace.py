@@ -359,6 +359,24 @@ def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before
 
 
 @pytest.mark.parametrize(
+    ("after", "kept"), [(13.0, 10.0), (9.0, 9.0), (16.0, 16.0)], ids=["attached", "faster", "another step"]
+)
+def test_steps_between_two_recordings_on_a_gpu_lose_what_the_attached_profiler_adds(after, kept):
+    """Each fifth step takes three times as long, which only later steps tell."""
+    recording = inside("recording").Recording.__new__(inside("recording").Recording)
+    recording.plan, recording._profile, recording.trace = {"modules": False}, lambda *how: None, None
+    for usual, trace in ((10.0, None), (after, "trace.json")):
+        times = [3 * usual if place % 5 == 4 else usual for place in range(20)]
+        recording.trace = trace
+        recording.measuring = types.SimpleNamespace(
+            finish=lambda times=times: times, has_other_memory=lambda _: False, timed_by_gpu=True, faults=0
+        )
+        recording._timed(4, again=False)
+    assert recording.steps_us == pytest.approx([3 * kept if place % 5 == 4 else kept for place in range(20)])
+    assert recording.period == 5
+
+
+@pytest.mark.parametrize(
     ("faults", "peak", "said"), [(2528.4, None, True), (100.0, None, False), (2528.4, 10**9, False)]
 )
 def test_many_page_faults_of_a_step_on_a_cpu_are_said(faults, peak, said, tmp_path, capsys):

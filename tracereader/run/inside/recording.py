@@ -93,7 +93,7 @@ class Recording:
         elif self.phase == TIMING:
             # When slow steps return takes many steps to find, and the caches are full late. A program that ends before
             # leaves a trace, too: its steps are timed a second time after they are recorded.
-            what = "profile again" if self.trace else "profile"
+            what = "time again" if self.cold else "profile again" if self.trace else "profile"
             if session.leads and measuring.enough:
                 awaits = self._awaits_period()
                 if not self.trace:
@@ -135,11 +135,19 @@ class Recording:
             self._end()
             return
         self.active, self.again = count, again
-        self._keep(times)
+        self._keep(self._as_before(times) if self.trace and measuring.timed_by_gpu else times)
         if self.plan["modules"] and not self.plan["stacks"]:
             self._note_modules()
         self._profile(1, DISCARDED, None)
         self.phase = "starting the profiler"
+
+    def _as_before(self, times):
+        """Return times from between two recordings without what the attached profiler adds: see _detached().
+
+        The usual step tells how much that is. A step that became faster, or far slower, is another one.
+        """
+        share = statistics.median(self.steps_us) / statistics.median(times)
+        return [share * one for one in times] if 1 / SLOW < share < 1 else times
 
     def _keep(self, times):
         self.steps_us, self.period = times, period(times)
