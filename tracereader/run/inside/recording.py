@@ -212,9 +212,9 @@ class Recording:
     def _step_of_profiler(self):
         self.left -= 1
         self.recorded_us.append((time.perf_counter() - self.step_began) * 1e6)
-        is_last = not self.left and self.phase == "recording" and not self.again
-        alone = self.session.world_size == 1
-        if is_last and alone and _are_far_longer(self.steps_us, self.recorded_us[-self.active :]):
+        # Of one rank only: several go on together, and detaching was not tried beside NCCL's threads.
+        is_last = not self.left and self.phase == "recording" and not self.again and self.session.world_size == 1
+        if is_last and _are_far_longer(self.steps_us, self.recorded_us[-self.active :]):
             self.cold = self.steps - self.active
         detaches = is_last and (self.plan["go_on"] or self.cold)
         with _quiet(), self._ours(), self._detached() if detaches else contextlib.nullcontext():
