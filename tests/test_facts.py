@@ -82,7 +82,7 @@ def test_steps_on_a_gpu_that_took_far_longer_without_the_profiler_were_others(ti
     first = json.loads(capsys.readouterr().out)["opportunities"][0]
     assert cli.main([str(file)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    doubt = f"Without the profiler a step took {times:.1f} times as long. The steps that were timed may be of another"
+    doubt = f"Without the profiler a step took {times:.1f} times as long. The timed steps may have been colder"
     assert (doubt in said) == is_doubted
     low, high = first["estimated_savings"]
     least, most = (us / known for us in (first["saves_us"], first["saves_us"] + known - recorded_us))

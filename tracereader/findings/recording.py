@@ -97,7 +97,7 @@ def unprofiled(summary: Summary) -> str:
         times = summary.recorded_step_us / summary.unprofiled_step_us
         far = "so shares of the recorded step may be far off"
         if lost < 0:
-            timed = "The steps that were timed may be of another kind, or colder"
+            timed = "The timed steps may have been colder, or have waited for data"
             return f"Without the profiler a step took {1 / times:.1f} times as long. {timed}, {far}."
         without = " A recording without shapes may be closer." * summary.source.shapes_recorded
         longer = f"Recording makes the step {times:.1f} times as long, which the profiler's own work does not explain"
