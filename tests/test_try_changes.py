@@ -424,6 +424,21 @@ def test_a_second_search_gives_the_same_order_of_the_first_three(searched):
     assert orders == {(("workers",), ("compile",), ("fused_optimizer",))}
 
 
+def test_changes_within_the_noise_of_each_other_keep_their_order_beside_a_larger_one():
+    """Two searches over one program. In the first one, compile was within the noise of workers, no_checkpoint not."""
+    for found in (
+        {"workers": (0.35, 0.10), "compile": (0.24, 0.14), "no_checkpoint": (0.22, 0.12)},
+        {"workers": (0.38, 0.11), "compile": (0.23, 0.15), "no_checkpoint": (0.23, 0.15)},
+    ):
+        of = {(key,): types.SimpleNamespace(share=share, plus_minus=noise, helps=True, harms=False)
+              for key, (share, noise) in found.items()}  # fmt: skip
+        session = types.SimpleNamespace(
+            runs=[Run(keys) for keys in of], saving=of.get, together=(),
+            candidates=[types.SimpleNamespace(key=key) for key in ("workers", "no_checkpoint", "compile")],
+        )  # fmt: skip
+        assert tried.sets_in_order(session)[0] == [("workers",), ("no_checkpoint",), ("compile",)]
+
+
 def test_runs_alternate_with_the_program_as_it_is(searched):
     program = Simulated({"workers": 0.5}, ON_CPU, noise=0.05)
     searched(program, minutes=30)

@@ -69,9 +69,9 @@ def _count(number: int) -> str:
     return words[number] if number < len(words) else str(number)
 
 
-def _apart(first: Saving, second: Saving) -> float:
-    """Return by how much two savings must differ to be beyond the noise. 95% is enough, of intervals of 99%."""
-    return 0.75 * math.hypot(first.plus_minus, second.plus_minus)
+def _is_larger(first: Saving, second: Saving) -> bool:
+    """Return whether the first saving is larger by more than the noise. 95% is enough, of intervals of 99%."""
+    return first.share - second.share > 0.75 * math.hypot(first.plus_minus, second.plus_minus)
 
 
 def sets_in_order(session: Session) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
@@ -83,7 +83,7 @@ def sets_in_order(session: Session) -> tuple[list[tuple[str, ...]], list[tuple[s
     kinds = [one for one in dict.fromkeys(one.keys for one in session.runs) if one != AS_IT_IS]
     proposed = [(one.key,) for one in session.candidates]
     saved = {one: session.saving(one) for one in kinds}
-    left = sorted((one for one in kinds if len(one) == 1), key=lambda one: -saved[one].share)
+    left = [one for one in kinds if len(one) == 1]
     singles = []
     for group in (
         [one for one in left if saved[one].helps],
@@ -91,10 +91,9 @@ def sets_in_order(session: Session) -> tuple[list[tuple[str, ...]], list[tuple[s
         [one for one in left if saved[one].harms],
     ):
         while group:
-            first = saved[group[0]]
-            alike = [one for one in group if first.share - saved[one].share <= _apart(first, saved[one])]
-            singles += sorted(alike, key=proposed.index)
-            group = [one for one in group if one not in alike]
+            largest = [one for one in group if not any(_is_larger(saved[other], saved[one]) for other in group)]
+            singles.append(min(largest, key=proposed.index))
+            group.remove(singles[-1])
     several = [one for one in kinds if len(one) > 1]
     chosen = session.together
     several.sort(key=lambda one: (one != chosen, not set(one) < set(chosen), -session.saving(one).share))
