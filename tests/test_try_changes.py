@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from test_page import block, chromium, is_quiet, shown  # noqa: F401
+from test_record_trace import WARM_ONCE_RECORDED, WORKS
 
 from tracereader.run import candidates, savings, search, tried, trying
 from tracereader.run.candidates import Seen, all_candidates
@@ -378,21 +379,9 @@ def test_runs_are_timed_only_after_as_many_steps_as_the_recording_needed_to_be_w
     assert len(plans) > 3 and [one["skip"] for one in plans] == [5, *[skip] * (len(plans) - 1)]
 
 
-COLD = """
-import time, torch
-model = torch.nn.Linear(8, 8)
-is_warm = False
-while True:
-    is_warm = is_warm or torch.autograd._profiler_enabled()
-    model(torch.ones(2, 8))
-    until = time.process_time() + (0.005 if is_warm else 0.1)
-    while time.process_time() < until: pass
-"""
-
-
 @pytest.mark.exhaustive
 def test_a_recording_tells_after_how_many_steps_its_program_was_warm(tmp_path):
-    (tmp_path / "program.py").write_text(COLD)
+    (tmp_path / "program.py").write_text(WARM_ONCE_RECORDED.replace("COLD", WORKS))
     plan = {**search.RECORD, "mode": "record", "changes": [], "look": True, "step_at": None, "slow_us": None}
     one = run_once([sys.executable, "program.py"], plan, os.environ, tmp_path / "run", 100, cwd=str(tmp_path))
     assert not one.failure and one.step_us < 50e3
