@@ -342,7 +342,7 @@ def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before
     recording = inside("recording").Recording.__new__(inside("recording").Recording)
     recording.measuring, recording.trace, recording.steps_us = one, None, None
     recording.plan, recording._profile, ends = {"modules": False}, lambda *how: None, []
-    recording.cold, recording.cpu_began, recording.cpu_s = 0, 0.0, 0.0
+    recording.fresh, recording.doubted, recording.cpu_began, recording.cpu_s = True, False, 0.0, 0.0
     recording._end = lambda: ends.append(recording.trace)
     times = None
     for each, trace in ((before, None), (after, "trace.json")):
@@ -359,21 +359,38 @@ def test_steps_that_a_recording_made_faster_or_slower_are_not_timed_again(before
 
 
 @pytest.mark.parametrize(
-    ("after", "kept"), [(13.0, 10.0), (9.0, 9.0), (16.0, 16.0)], ids=["attached", "faster", "another step"]
+    ("after", "is_detached", "count", "kept"),
+    [
+        (13.0, False, 5, 10.0),
+        (9.0, False, 5, 9.0),
+        (16.0, False, 5, 16.0),
+        (13.0, True, 5, 13.0),
+        (11.0, True, 4, 11.0),
+        (10.3, True, 4, None),
+        (10.3, True, 5, 10.3),
+    ],
 )
-def test_steps_between_two_recordings_on_a_gpu_lose_what_the_attached_profiler_adds(after, kept):
-    """Each fifth step takes three times as long, which only later steps tell."""
+def test_steps_between_two_recordings_on_a_gpu_count_for_the_second_one(after, is_detached, count, kept):
+    """They lose what the profiler adds to them while it is attached. Each fifth step takes three times as long.
+
+    The first recording stays where they take as long as before, and it has enough steps.
+    """
     recording = inside("recording").Recording.__new__(inside("recording").Recording)
     recording.plan, recording._profile, recording.trace = {"modules": False}, lambda *how: None, None
-    recording.cpu_began = recording.cpu_s = 0.0
-    for usual, trace in ((10.0, None), (after, "trace.json")):
+    recording.fresh, recording.doubted, recording.cpu_began, recording.cpu_s = True, False, 0.0, 0.0
+    recording.session, recording.is_detached = types.SimpleNamespace(world_size=1), is_detached
+    ends = []
+    recording._end = lambda: ends.append(recording.active)
+    for usual, steps in ((10.0, 4), (after, count)):
         times = [3 * usual if place % 5 == 4 else usual for place in range(20)]
-        recording.trace = trace
         recording.measuring = types.SimpleNamespace(
             finish=lambda times=times: times, has_other_memory=lambda _: False, timed_by_gpu=True, faults=0, marks=times
         )
-        recording._timed(4, again=False)
-    assert recording.steps_us == pytest.approx([3 * kept if place % 5 == 4 else kept for place in range(20)])
+        recording._timed(steps, again=False)
+        recording.trace = "trace.json"
+    assert ends == ([4] if kept is None else [])
+    usual = kept or 10.0
+    assert recording.steps_us == pytest.approx([3 * usual if place % 5 == 4 else usual for place in range(20)])
     assert recording.period == 5
 
 
@@ -403,7 +420,53 @@ def test_a_program_that_prepares_for_minutes_is_warmed_up_all_the_same():
     assert one.steady and one.steps > 12
 
 
-def test_forty_short_steps_are_enough_before_a_recording_and_half_a_second_of_them_after_it():
+@pytest.mark.parametrize(("kinds", "ready_s"), [(30, 0.34), (10_000, 60.0)], ids=["repeated", "always new"])
+def test_steps_whose_inputs_have_new_shapes_are_timed_again_once_the_shapes_repeat(kinds, ready_s):
+    """A generator makes a step of 10 ms for each token of texts of equal length."""
+    module, clock = inside("measuring"), Clock()
+    module.time = clock
+    one = module.Measuring(types.SimpleNamespace(cuda=None))
+    one.inputs, began = set(), clock.now
+
+    def warm_up():
+        while not one.ready:
+            clock.now += 0.01
+            one.inputs.add(one.steps % kinds)
+            one.ended()
+
+    warm_up()
+    assert not one.repeated and one.steady and one.steps < 12
+    one.warm_up_again(waits_for_inputs=True)
+    warm_up()
+    assert clock.now - began == pytest.approx(ready_s, abs=0.02)
+
+
+def test_the_shapes_of_the_inputs_are_looked_at_until_steps_are_timed():
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace(), Tensor=type("Tensor", (), {"shape": (2, 3)}))
+    steps = inside("steps").Steps(torch, lambda: None)
+
+    def tensor(*shape):
+        one = torch.Tensor()
+        one.shape = shape
+        return one
+
+    class Cache:
+        def __init__(self, length):
+            self.kind, self.layers = Cache, [{"keys": tensor(8, length)}, 5]
+            self.layers.append(self.layers)  # which has no end
+
+    for length in (3, 4, 3, 4):
+        steps._look_at((tensor(1, 2), [tensor(7)], Cache(length), "text", None))
+    found = [set(one) for one in steps.inputs]
+    assert len(found) == 2 and all({(1, 2), (7,)} < one for one in found)
+    torch.Tensor.shape = property(lambda one: 1 / 0)
+    steps._look_at((torch.Tensor(),))  # a nested tensor has none
+    assert len(steps.inputs) == 2
+    steps.narrow()
+    assert not steps.looks
+
+
+def test_on_a_cpu_forty_short_steps_are_enough_before_a_recording_and_half_a_second_of_them_after_it():
     one, clock = measuring(50e-6, least=10, most=40)
     for hastily, steps in ((True, 40), (False, 10_000)):
         one.begin(hastily)
@@ -412,6 +475,18 @@ def test_forty_short_steps_are_enough_before_a_recording_and_half_a_second_of_th
             one.ended()
         assert one.hasty == hastily
         assert len(one.finish()) == pytest.approx(steps, rel=0.01)
+
+
+def test_on_a_gpu_a_tenth_of_a_second_is_enough_before_a_recording_and_a_second_after_it():
+    """Its clocks rise in the first tenth, and half a second later its power limit may lower them."""
+    one, clock = measuring(500e-6, cuda=Cuda, least=10, most=40)
+    for hastily, steps in ((True, 200), (False, 2000)):
+        one.begin(hastily)
+        while not one.enough:
+            clock.now += 500e-6
+            one.ended()
+        assert one.hasty == hastily
+        assert len(one.finish()) == pytest.approx(steps, rel=0.03)
 
 
 class Cuda:
@@ -706,29 +781,26 @@ WAITS = "time.sleep(0.005 if is_warm else 0.1)"
 
 
 @pytest.mark.parametrize(
-    ("name", "cold", "is_replaced"),
+    ("flags", "cold", "is_replaced"),
     [
-        ("some.json.gz", WORKS, True),
-        pytest.param("some.json", WORKS, True, marks=pytest.mark.exhaustive),
-        pytest.param("some.json", WAITS, False, marks=pytest.mark.exhaustive),
+        (["--no-shapes"], WORKS, True),
+        pytest.param([], WORKS, True, marks=pytest.mark.exhaustive),
+        pytest.param(["--no-shapes"], WAITS, False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_cold_steps_are_timed_once_more_and_those_that_wait_are_not_cold(name, cold, is_replaced, tmp_path):
+def test_cold_steps_are_recorded_once_more_and_those_that_wait_are_not_cold(flags, cold, is_replaced, tmp_path):
     """A generator's first text took 50 ms a token on an H200. While the second one was recorded, a token took 10 ms.
 
     Steps that wait for a loader may take as little, because the profiler's start gives the loader time to work ahead.
     """
-    found, _ = recorded(tmp_path, WARM_ONCE_RECORDED.replace("COLD", cold), "--out", name, "--no-shapes")
+    found, traces = recorded(tmp_path, WARM_ONCE_RECORDED.replace("COLD", cold), *flags)
     assert found.returncode == 0, found.stderr
-    path = tmp_path / name
-    data = path.read_bytes()
-    trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
+    (trace,) = traces.values()
     low, high = trace["unprofiled_quartiles_us"]
     assert 5e3 <= low <= trace["unprofiled_step_us"] <= high
     assert (high < 50e3) == is_replaced
     assert f"({trace['unprofiled_steps']} measured)" in found.stderr
     assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1, 1]
-    assert {one.name for one in tmp_path.iterdir()} == {name, "program.py"}
 
 
 ASKS = f"""{LOOP}
@@ -1131,6 +1203,27 @@ def test_a_numbered_scripts_step_takes_as_long_as_alone(tmp_path, script):
         return float(found.stdout.split()[-1])
 
     assert of_a_numbered_script(tmp_path, script)["unprofiled_step_us"] == pytest.approx(alone_us(), rel=0.05)
+
+
+@pytest.mark.gpu
+def test_steps_whose_inputs_have_new_shapes_are_no_steady_steps(tmp_path):
+    """As a Llama's first text on an H200: cuDNN plans its attention for each number of tokens, for 60 ms."""
+    code = (
+        "import time, torch\nknown = set()\nclass Cache: pass\nclass Model(torch.nn.Linear):\n"
+        "    def forward(self, x, cache):\n        cache.keys = [torch.cat([*cache.keys, x])]\n"
+        "        tokens = len(cache.keys[0])\n"
+        "        until = time.perf_counter() + (0.002 if tokens in known else 0.06)\n        known.add(tokens)\n"
+        "        while time.perf_counter() < until: pass\n        return super().forward(cache.keys[0])\n"
+        "model = Model(8, 8).cuda()\nwith torch.no_grad():\n    for text in range(1000):\n"
+        "        cache = Cache(); cache.keys = []\n"
+        "        for token in range(100): model(torch.ones(1, 8, device='cuda'), cache)"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert found.returncode == 0, found.stderr
+    (trace,) = traces.values()
+    low, high = trace["unprofiled_quartiles_us"]
+    assert 2e3 < low <= high < 20e3
+    assert all(one["dur"] < 30e3 for one in trace["traceEvents"] if one["name"] == "aten::linear")
 
 
 @pytest.mark.gpu

@@ -19,9 +19,12 @@ EVENT_EACH_S, STEPS_AN_EVENT = 0.004, 50
 # the caches. Training steps of 0.5 and 0.7 ms took 0.8 to 1.7% longer with 0.02, and 0.9 to 1.1% with this.
 ASKED_EACH_S = 0.05
 USUAL = 10  # steps, at least
-# Forty steps of 50 µs are over before a GPU's clocks are up; a generator's on a CPU took 14 µs each, and 6 µs later.
-SHORTEST_S = 0.1
-# The kernel counts in hundredths of a second what other programs use: a step of 1.2 ms was 38% off after 40 of them.
+# Forty steps of 50 µs are over before a GPU's clocks are up.
+CLOCKS_UP_S = 0.1
+# Half a second later its power limit may have lowered them: steps of 245 µs on an H200 took 263 µs from then on.
+SHORTEST_S = 1.0
+# A generator's steps on a CPU took 14 µs each, and 6 µs later. The kernel counts in hundredths of a second what other
+# programs use: a step of 1.2 ms was 38% off after 40 of them.
 SHORTEST_BY_CPU_S = 0.5
 
 
@@ -41,6 +44,9 @@ class Measuring:
         self.ends = []  # of the steps of the warm-up, in s
         self.work = None  # what was compiled and allocated so far
         self.quiet = 0  # steps without any of these
+        self.inputs = ()  # the shapes of steps' inputs so far, which may grow
+        self.known_inputs, self.repeated = 0, 0  # how many shapes, and the latest steps without a new one
+        self.waits_for_inputs = False  # whether steps have to repeat their shapes
         self.marks = []  # the CPU's times (s) at the ends of steps
         self.events = []  # of the GPU: (number of the mark, event)
         self.own = []  # this thread's times: (number of the mark, (had a CPU, waited for one))
@@ -68,6 +74,8 @@ class Measuring:
         work = self._compiled(), self._allocated()
         self.quiet = self.quiet + 1 if work == self.work else 0
         self.work = work
+        self.repeated = self.repeated + 1 if len(self.inputs) == self.known_inputs else 0
+        self.known_inputs = len(self.inputs)
 
     @property
     def ready(self):
@@ -78,6 +86,8 @@ class Measuring:
             return False
         if self.steps <= 2 * self.stock and time.perf_counter() < self.first_end + STOCK_S:
             return False
+        if self.waits_for_inputs and self.repeated < 2 and time.perf_counter() < self.first_end + SECONDS_AT_MOST:
+            return False
         late = self.steps > self.skip + STEPS_AT_MOST or time.perf_counter() > self.first_end + SECONDS_AT_MOST
         times = self._warm_s()
         latest, before = times[-STEADY:], times[:-STEADY]
@@ -86,9 +96,10 @@ class Measuring:
         self.steady = self.quiet >= 2 and not few and not falls
         return self.steady or late or self._is_slow([one * 1e6 for one in latest])
 
-    def warm_up_again(self):
-        """Forget the steps so far: those that follow are others."""
-        self.ends, self.quiet, self.steady = [], 0, False
+    def warm_up_again(self, waits_for_inputs=False):
+        """Forget the steps so far: those that follow are others. waits_for_inputs: their shapes have to be known."""
+        self.ends, self.quiet, self.steady, self.skip = [], 0, False, self.steps
+        self.waits_for_inputs = waits_for_inputs
 
     def _warm_s(self):
         return [after - before for before, after in itertools.pairwise(self.ends)]
@@ -98,9 +109,9 @@ class Measuring:
         return self.slow_us is not None and self.quiet >= 2 and len(times_us) >= STEADY and min(times_us) > self.slow_us
 
     def begin(self, hastily=True):
-        """Begin to measure at the step that ends now. hastily: few short steps may be enough, unless a GPU times them.
+        """Begin to measure at the step that ends now. hastily: few short steps may be enough.
 
-        They are too many for a program that ends soon.
+        They are too many for a program that ends soon. A GPU times them for as long as its clocks take to rise.
         """
         self.measuring = True
         times = self._warm_s()
@@ -108,7 +119,7 @@ class Measuring:
         self.every = max(1, min(STEPS_AN_EVENT, int(EVENT_EACH_S / max(self.usual, 1e-6))))
         self._synchronize()
         self.timed_by_gpu = self._on_gpu()
-        self.hastily = hastily and not self.timed_by_gpu
+        self.hastily = hastily
         self.marks, self.events, self.own = [], [], []
         self.faulted = page_faults()
         if self.contention is not None:
@@ -124,7 +135,8 @@ class Measuring:
         seconds = self.marks[-1] - self.marks[0]
         if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self.without_others()):
             return True
-        most = self.most and count >= self.most and (self.hastily or not self.hasty)
+        too_short = (self.timed_by_gpu and self._takes_less(CLOCKS_UP_S)) if self.hastily else self.hasty
+        most = self.most and count >= self.most and not too_short
         if count >= max(self.least, self.stock) and (seconds >= self.seconds or most):
             return True
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
@@ -133,9 +145,11 @@ class Measuring:
     @property
     def hasty(self):
         """Whether the measured steps took less time together than short ones should."""
+        return self._takes_less(SHORTEST_S if self.timed_by_gpu else SHORTEST_BY_CPU_S)
+
+    def _takes_less(self, seconds):
         # Where fewer steps are asked for, they take less time, too.
-        shortest = SHORTEST_S if self.timed_by_gpu else SHORTEST_BY_CPU_S
-        return self.marks[-1] - self.marks[0] < shortest * min(1.0, self.least / USUAL)
+        return self.marks[-1] - self.marks[0] < seconds * min(1.0, self.least / USUAL)
 
     def quickly(self):
         """Return a function that takes the end of a step of this thread and returns True.

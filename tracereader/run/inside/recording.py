@@ -13,6 +13,7 @@ import time
 import warnings
 
 DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
+ALIKE = 1.04  # steps that take as long as before but for this factor are not recorded again for their time
 SLOW = 1.5  # a step of another kind takes this many times the median; so does a cold one
 MUCH_SLOWER = 4  # times the median; where a step takes as long, their geometric mean may separate the two kinds
 REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
@@ -40,6 +41,7 @@ class Recording:
         self.measuring = session.load("measuring").Measuring(
             session.torch, plan["skip"], plan["least"], plan["seconds"], plan["most"]
         )
+        self.measuring.inputs = session.steps.inputs
         self.phase = "warming up"
         self.steps_us, self.period = [], None
         self.cpu_began, self.cpu_s = 0.0, 0.0  # the process's CPU time when timing began, and in a timed step
@@ -48,7 +50,11 @@ class Recording:
         self.hasty = False  # because they took too little time together, so that they are recorded once more, too
         self.recorded = 0
         self.recorded_us = []  # the steps of the recording, by the CPU's clock
-        self.cold = 0  # steps before the recorded ones, if timed ones took far longer: steps are timed once more then
+        self.round = 0  # how many recordings have ended
+        self.fresh = True  # whether nothing is known of the steps that are timed next
+        self.doubted = False  # whether timed steps may have been cold: they are timed and recorded once more then
+        self.cold = 0  # how many steps were cold, if they were
+        self.is_detached = False  # whether the profiler leaves CUDA between two recordings
         self.profiler, self.left, self.active = None, 0, plan["active"]
         self.notes = None  # of modules' calls; the profiler makes its own with stacks
         self.names_modules = False
@@ -85,25 +91,23 @@ class Recording:
             return
         measuring.ended()
         if self.phase == "warming up":
+            what = f"time-{self.round}"
             if session.leads and measuring.ready and not session.takes_in():
-                session.decide("time")
-            if session.due("time"):
+                session.decide(what)
+            if session.due(what):
                 session.steps.narrow()
                 session.settle()
                 self._time_steps()
         elif self.phase == TIMING:
             # When slow steps return takes many steps to find, and the caches are full late. A program that ends before
             # leaves a trace, too: its steps are timed a second time after they are recorded.
-            what = "time again" if self.cold else "profile again" if self.trace else "profile"
+            what = f"profile-{self.round}"
             if session.leads and measuring.enough:
-                awaits = self._awaits_period()
-                if not self.trace:
+                awaits, count = self._awaits_period(), self._count()
+                if self.fresh:
                     self.hasty = measuring.hasty
-                    session.decide(what, (self._count(), awaits or self.hasty))
-                elif self.cold:
-                    session.decide(what, (0, False))
+                    session.decide(what, (count, awaits or self.hasty))
                 elif not awaits:
-                    count = self._count()
                     session.decide(what, (count if self.hasty or count > self.active else 0, False))
             if decided := session.due(what):
                 session.steps.hasten(None)
@@ -117,7 +121,8 @@ class Recording:
     def _time_steps(self):
         session = self.session
         self.phase, self.cpu_began = TIMING, time.process_time()
-        self.measuring.begin(self.trace is None)
+        # A program that ends soon gets a trace all the same; one of several ranks on GPUs seldom does.
+        self.measuring.begin(self.fresh and (session.world_size == 1 or not self._devices()))
         if session.local_world_size == 1 and session.made is None and not session.roams:
             session.steps.hasten(self.measuring.quickly())
 
@@ -127,38 +132,53 @@ class Recording:
         cpu_s = (time.process_time() - self.cpu_began) / max(1, len(measuring.marks) - 1)
         less_cpu_us, self.cpu_s = (self.cpu_s - cpu_s) * 1e6, cpu_s
         times = measuring.finish()
+        if self.fresh and self.doubted:
+            if self._were_cold(times, less_cpu_us):
+                self.cold = self.steps - len(times)
+            elif self.again:
+                self.fresh, self.round = False, self.round + 1
+                self._time_steps()
+                return
+            else:
+                count = 0
+        elif not self.fresh and measuring.timed_by_gpu:
+            times = times if self.is_detached else self._as_before(times)
+            if count <= self.active and self._are_alike(times):
+                count = 0
         # The profiler's own memory can change for good how the allocator serves the program: steps of 8.2 ms with 1,700
         # page faults took 2.8 ms with none. The first times are the program's.
-        others = self.trace is not None and measuring.has_other_memory(before)
-        if not count or others:
-            if not others and self._were_cold(times, less_cpu_us):
-                self._replace_times(times)
-            else:
-                self.cold = 0
+        if not count or (self.trace is not None and measuring.has_other_memory(before)):
             self._end()
             return
-        self.active, self.again = count, again
-        self._keep(self._as_before(times) if self.trace and measuring.timed_by_gpu else times)
+        self.active, self.again, self.fresh = count, again, False
+        self._keep(times)
         if self.plan["modules"] and not self.plan["stacks"]:
             self._note_modules()
         self._profile(1, DISCARDED, None)
         self.phase = "starting the profiler"
 
     def _were_cold(self, times, less_cpu_us):
-        """Return whether the steps that were timed first did far more work than these, which took less CPU time.
+        """Return whether the steps that were timed first did far more work than these.
 
-        Steps that waited for data may take as little now: the data was made ready during the recording.
+        Their inputs had shapes that were new to the process, or they took more CPU time. Steps that waited for data may
+        take as little now: the data was made ready during the recording.
         """
         less_us = statistics.median(self.steps_us) - statistics.median(times)
-        return self.cold and _are_far_longer(self.steps_us, times) and less_cpu_us > less_us / 2
+        did_more = self.had_new_inputs or less_cpu_us > less_us / 2
+        return did_more and _are_far_longer(self.steps_us, times)
 
     def _as_before(self, times):
-        """Return times from between two recordings without what the attached profiler adds: see _detached().
+        """Return times from between two recordings without what the profiler adds if it is attached: see _detached().
 
         The usual step tells how much that is. A step that became faster, or far slower, is another one.
         """
         share = statistics.median(self.steps_us) / statistics.median(times)
         return [share * one for one in times] if 1 / SLOW < share < 1 else times
+
+    def _are_alike(self, times):
+        """Return whether these steps take about as long as those before. Of several ranks, one cannot decide that."""
+        share = statistics.median(self.steps_us) / statistics.median(times)
+        return self.session.world_size == 1 and 1 / ALIKE < share < ALIKE
 
     def _keep(self, times):
         self.steps_us, self.period = times, period(times)
@@ -223,11 +243,12 @@ class Recording:
     def _step_of_profiler(self):
         self.left -= 1
         self.recorded_us.append((time.perf_counter() - self.step_began) * 1e6)
-        # Of one rank only: several go on together, and detaching was not tried beside NCCL's threads.
-        is_last = not self.left and self.phase == "recording" and not self.again and self.session.world_size == 1
-        if is_last and _are_far_longer(self.steps_us, self.recorded_us[-self.active :]):
-            self.cold = self.steps - self.active
-        detaches = is_last and (self.plan["go_on"] or self.cold)
+        is_last = not self.left and self.phase == "recording"
+        if is_last and not self.doubted and self.session.world_size == 1:  # several ranks would have to agree
+            self.doubted = self.fresh = self._may_be_cold()
+        # Beside NCCL it was tried at the end only.
+        attaches = self.fresh or self.again
+        detaches = is_last and (self.session.world_size == 1 if attaches else self.plan["go_on"])
         with _quiet(), self._ours(), self._detached() if detaches else contextlib.nullcontext():
             before = time.time_ns()
             self.profiler.step()
@@ -245,12 +266,27 @@ class Recording:
             self._profile(1, self.active, self._write)
             return
         self._end_notes()
-        if self.again or self.cold:
-            self.session.write_result()  # which a program that is killed leaves
-            self.session.result = {}
-            self._time_steps()
-        else:
+        self.round += 1
+        if not self.again and not self.fresh:
             self._end()
+            return
+        self.session.write_result()  # which a program that is killed leaves
+        self.session.result = {}
+        if self.fresh:
+            self.phase = "warming up"
+            self.session.steps.looks = True
+            self.measuring.warm_up_again(self.had_new_inputs)
+        else:
+            self._time_steps()
+
+    def _may_be_cold(self):
+        """Return whether timed steps may have been cold: recorded ones take less, or inputs had new shapes.
+
+        cuDNN plans its attention for each shape on the CPU: while a generator wrote its first text on an H200, a token
+        took 67 ms, and later 4.
+        """
+        self.had_new_inputs = self.measuring.timed_by_gpu and not self.measuring.repeated
+        return self.had_new_inputs or _are_far_longer(self.steps_us, self.recorded_us[-self.active :])
 
     def _end(self):
         self.phase = "recorded"
@@ -296,14 +332,6 @@ class Recording:
         """Return the members of the trace with the time of a step without the profiler."""
         return json.dumps(unprofiled(self.steps_us, self.period))[1:-1].encode()
 
-    def _replace_times(self, times):
-        """Write these times without the profiler into the trace instead of those that it has."""
-        before = self._known()
-        self._keep(times)
-        with _opened(self.trace, "rb", self.trace.endswith(".gz")) as source, _replaced(self.trace) as target:
-            target.write(source.read(2 * len(before)).replace(before, self._known(), 1))
-            shutil.copyfileobj(source, target, 1 << 20)
-
     # Modules, without stacks.
 
     def _note_modules(self):
@@ -323,7 +351,7 @@ class Recording:
         if version < [12, 6] or DETACH in os.environ:
             yield
             return
-        os.environ[DETACH] = "1"
+        os.environ[DETACH], self.is_detached = "1", True
         try:
             yield
         finally:
@@ -418,17 +446,13 @@ def _of_all_threads(torch):
     return None
 
 
-def _opened(path, mode, packed):
-    return gzip.open(path, mode, compresslevel=5) if packed else open(path, mode)
-
-
 @contextlib.contextmanager
 def _replaced(path):
     """Yield a file that takes the place of this one at once, when all of it is written."""
     folder, name = os.path.split(path)
     copy = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
-        with _opened(copy, "wb", path.endswith(".gz")) as file:
+        with gzip.open(copy, "wb", compresslevel=5) if path.endswith(".gz") else open(copy, "wb") as file:
             yield file
         os.replace(copy, path)
     finally:

@@ -4,7 +4,9 @@ With an optimizer's step; where nothing is trained, with the outermost call of a
 Several optimizers (or modules) that take turns make one step: it ends with the last one of the turn.
 """
 
+import contextlib
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ REPLAYS = 4  # of one CUDA graph without another end of a step: the graph holds 
 PARAMETERLESS = 8  # so many calls of modules without parameters before they count
 NO_BACKWARD = -1  # the number of the backward pass outside of any
 SEVERAL = -1  # threads call modules
+LOOKED_AT = 500  # values in the inputs of a call
 OTHERS = 512  # calls of other objects without one that ends a step: the program has gone on to something else
 
 
@@ -77,6 +80,7 @@ class Steps:
         self.inside_s = 0.0  # the time of such calls before steps are timed
         self.together = False  # whether several threads were in outermost calls at a time
         self.caller = None  # the number of the thread that calls modules, or SEVERAL
+        self.looks, self.inputs = True, set()  # the shapes of the inputs of outermost calls, before steps are timed
         self.with_parameters = weakref.WeakKeyDictionary()
         self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
         self.since_backward = None  # calls of modules since the latest backward pass; None before the first one
@@ -242,6 +246,8 @@ class Steps:
                 began = clock()
                 inside.append(module)
                 self.together = self.together or len(inside) > 1
+                if self.looks:
+                    self._look_at((*args, *kwargs.values()))
             try:
                 result = run(module, *args, **kwargs)
             finally:
@@ -305,8 +311,22 @@ class Steps:
         if ends:
             self._ends(module)
 
+    def _look_at(self, inputs):
+        """Remember the shapes of the tensors among these inputs and in what they hold, such as a KV cache."""
+        left, shapes = [inputs], []  # what is added to `left` meanwhile is looked at, too
+        with contextlib.suppress(Exception):  # such as a nested tensor, which has no shape
+            for one in itertools.islice(left, LOOKED_AT):
+                if isinstance(one, self.torch.Tensor):
+                    shapes.append(tuple(one.shape))
+                elif isinstance(one, (list, tuple)):
+                    left += one[:LOOKED_AT]
+                elif isinstance(one, dict) or (hasattr(one, "__dict__") and not isinstance(one, type)):
+                    left += itertools.islice((one if isinstance(one, dict) else vars(one)).values(), LOOKED_AT)
+            self.inputs.add(tuple(shapes))
+
     def narrow(self):
         """Watch the classes of the modules that were called only, so that other calls take no more time."""
+        self.looks = False
         if self.kind != "module":
             return
         turn = self.modules if self.modules.calls else self.parameterless
