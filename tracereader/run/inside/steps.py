@@ -80,7 +80,8 @@ class Steps:
         self.inside_s = 0.0  # the time of such calls before steps are timed
         self.together = False  # whether several threads were in outermost calls at a time
         self.caller = None  # the number of the thread that calls modules, or SEVERAL
-        self.looks, self.inputs = True, set()  # the shapes of the inputs of outermost calls, before steps are timed
+        self.looks = True  # at the inputs of outermost calls, before steps are timed
+        self.inputs = set()  # a number for the shapes of each
         self.with_parameters = weakref.WeakKeyDictionary()
         self.noted = None  # what our watch calls in place of Module.__call__ while the calls of modules are noted
         self.since_backward = None  # calls of modules since the latest backward pass; None before the first one
@@ -322,7 +323,7 @@ class Steps:
                     left += one[:LOOKED_AT]
                 elif isinstance(one, dict) or (hasattr(one, "__dict__") and not isinstance(one, type)):
                     left += itertools.islice((one if isinstance(one, dict) else vars(one)).values(), LOOKED_AT)
-            self.inputs.add(tuple(shapes))
+            self.inputs.add(hash(tuple(shapes)))  # a generator may bring new ones for a minute
 
     def narrow(self):
         """Watch the classes of the modules that were called only, so that other calls take no more time."""
