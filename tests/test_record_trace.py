@@ -467,29 +467,6 @@ def test_the_shapes_of_the_inputs_are_looked_at_until_steps_are_timed():
     assert not steps.looks
 
 
-def test_on_a_cpu_forty_short_steps_are_enough_before_a_recording_and_half_a_second_of_them_after_it():
-    one, clock = measuring(50e-6, least=10, most=40)
-    for hastily, steps in ((True, 40), (False, 10_000)):
-        one.begin(hastily)
-        while not one.enough:
-            clock.now += 50e-6
-            one.ended()
-        assert one.hasty == hastily
-        assert len(one.finish()) == pytest.approx(steps, rel=0.01)
-
-
-def test_on_a_gpu_a_tenth_of_a_second_is_enough_before_a_recording_and_a_second_after_it():
-    """Its clocks rise in the first tenth, and half a second later its power limit may lower them."""
-    one, clock = measuring(500e-6, cuda=Cuda, least=10, most=40)
-    for hastily, steps in ((True, 200), (False, 2000)):
-        one.begin(hastily)
-        while not one.enough:
-            clock.now += 500e-6
-            one.ended()
-        assert one.hasty == hastily
-        assert len(one.finish()) == pytest.approx(steps, rel=0.03)
-
-
 class Cuda:
     """A GPU on which each step takes twice as long as the CPU takes to launch it."""
 
@@ -502,6 +479,26 @@ class Cuda:
         event = types.SimpleNamespace(elapsed_time=lambda other: (other.at - event.at) * 1e3)
         event.record = lambda: setattr(event, "at", 2 * self.clock.now)
         return event
+
+
+@pytest.mark.parametrize(
+    ("cuda", "step_s", "before", "after"),
+    [(None, 50e-6, 40, 10_000), (Cuda, 500e-6, 200, 2000)],
+    ids=["by a CPU", "by a GPU"],
+)
+def test_short_steps_are_timed_for_a_moment_before_a_recording_and_for_longer_after_it(cuda, step_s, before, after):
+    """Forty steps and half a second on a CPU. A GPU's clocks rise in a tenth of a second, and may then be lowered.
+
+    Where steps share events, the last ones without an event are left out.
+    """
+    one, clock = measuring(step_s, cuda=cuda, least=10, most=40)
+    for hastily, steps in ((True, before), (False, after)):
+        one.begin(hastily)
+        while not one.enough:
+            clock.now += step_s
+            one.ended()
+        assert one.hasty == hastily
+        assert len(one.finish()) == pytest.approx(steps - (steps % one.every if cuda else 0), rel=0.01)
 
 
 @pytest.mark.parametrize(("step_s", "every"), [(0.05e-3, 50), (0.5e-3, 8), (1.5e-3, 2), (20e-3, 1)])
@@ -782,26 +779,29 @@ WAITS = "time.sleep(0.005 if is_warm else 0.1)"
 
 
 @pytest.mark.parametrize(
-    ("flags", "cold", "is_replaced"),
+    ("name", "flags", "cold", "is_replaced"),
     [
-        (["--no-shapes"], WORKS, True),
-        pytest.param([], WORKS, True, marks=pytest.mark.exhaustive),
-        pytest.param(["--no-shapes"], WAITS, False, marks=pytest.mark.exhaustive),
+        ("some.json.gz", ["--no-shapes"], WORKS, True),
+        pytest.param("some.json", [], WORKS, True, marks=pytest.mark.exhaustive),
+        pytest.param("some.json", ["--no-shapes"], WAITS, False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_cold_steps_are_recorded_once_more_and_those_that_wait_are_not_cold(flags, cold, is_replaced, tmp_path):
+def test_cold_steps_are_recorded_once_more_and_those_that_wait_are_not_cold(name, flags, cold, is_replaced, tmp_path):
     """A generator's first text took 50 ms a token on an H200. While the second one was recorded, a token took 10 ms.
 
     Steps that wait for a loader may take as little, because the profiler's start gives the loader time to work ahead.
     """
-    found, traces = recorded(tmp_path, WARM_ONCE_RECORDED.replace("COLD", cold), *flags)
+    found, _ = recorded(tmp_path, WARM_ONCE_RECORDED.replace("COLD", cold), "--out", name, *flags)
     assert found.returncode == 0, found.stderr
-    (trace,) = traces.values()
+    path = tmp_path / name
+    data = path.read_bytes()
+    trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
     low, high = trace["unprofiled_quartiles_us"]
     assert 5e3 <= low <= trace["unprofiled_step_us"] <= high
     assert (high < 50e3) == is_replaced
     assert f"({trace['unprofiled_steps']} measured)" in found.stderr
     assert calls_in_each_step(trace, "aten::linear") == [1, 1, 1, 1]
+    assert {one.name for one in tmp_path.iterdir()} == {name, "program.py"}
 
 
 ASKS = f"""{LOOP}

@@ -96,6 +96,11 @@ class Measuring:
         self.steady = self.quiet >= 2 and not few and not falls
         return self.steady or late or self._is_slow([one * 1e6 for one in latest])
 
+    @property
+    def has_new_inputs(self):
+        """Whether the latest step of the warm-up had inputs of new shapes, where a GPU computes."""
+        return self.timed_by_gpu and not self.repeated
+
     def warm_up_again(self, waits_for_inputs=False):
         """Forget the steps so far: those that follow are others. waits_for_inputs: their shapes have to be known."""
         self.ends, self.quiet, self.steady, self.skip = [], 0, False, self.steps

@@ -14,7 +14,7 @@ import time
 import warnings
 
 DISCARDED = 2  # recorded steps that are thrown away: the profiler's first steps are slower
-ALIKE = 1.04  # steps that take as long as before but for this factor are not recorded again for their time
+ALIKE = 1.04  # the first recording is kept if later steps take as long as before, but for this factor
 SLOW = 1.5  # a step of another kind takes this many times the median; so does a cold one
 MUCH_SLOWER = 4  # times the median; where a step takes as long, their geometric mean may separate the two kinds
 REPEATS = 3  # so many slow steps at equal distances make a period, if they are most of the slow ones
@@ -165,21 +165,20 @@ class Recording:
         take as little now: the data was made ready during the recording.
         """
         less_us = statistics.median(self.steps_us) - statistics.median(times)
-        did_more = self.had_new_inputs or less_cpu_us > less_us / 2
-        return did_more and _are_far_longer(self.steps_us, times)
+        did_more = self.measuring.waits_for_inputs or less_cpu_us > less_us / 2
+        return did_more and _times_as_long(self.steps_us, times) > SLOW
 
     def _as_before(self, times):
         """Return times from between two recordings without what the profiler adds if it is attached: see _detached().
 
         The usual step tells how much that is. A step that became faster, or far slower, is another one.
         """
-        share = statistics.median(self.steps_us) / statistics.median(times)
+        share = _times_as_long(self.steps_us, times)
         return [share * one for one in times] if 1 / SLOW < share < 1 else times
 
     def _are_alike(self, times):
         """Return whether these steps take about as long as those before. Of several ranks, one cannot decide that."""
-        share = statistics.median(self.steps_us) / statistics.median(times)
-        return self.session.world_size == 1 and 1 / ALIKE < share < ALIKE
+        return self.session.world_size == 1 and 1 / ALIKE < _times_as_long(self.steps_us, times) < ALIKE
 
     def _keep(self, times):
         self.steps_us, self.period = times, period(times)
@@ -247,9 +246,9 @@ class Recording:
         is_last = not self.left and self.phase == "recording"
         if is_last and not self.doubted and self.session.world_size == 1:  # several ranks would have to agree
             self.doubted = self.fresh = self._may_be_cold()
-        # Beside NCCL it was tried at the end only.
-        attaches = self.fresh or self.again
-        detaches = is_last and (self.session.world_size == 1 if attaches else self.plan["go_on"])
+        goes_on_timing = self.fresh or self.again
+        # Beside NCCL, detaching was tried at the end only.
+        detaches = is_last and (self.session.world_size == 1 if goes_on_timing else self.plan["go_on"])
         with _quiet(), self._ours(), self._detached() if detaches else contextlib.nullcontext():
             before = time.time_ns()
             self.profiler.step()
@@ -278,7 +277,7 @@ class Recording:
         if self.fresh:
             self.phase = "warming up"
             self.session.steps.looks = True
-            self.measuring.warm_up_again(self.had_new_inputs)
+            self.measuring.warm_up_again(self.measuring.has_new_inputs)
         else:
             self._time_steps()
 
@@ -288,8 +287,8 @@ class Recording:
         cuDNN plans its attention for each shape on the CPU: while a generator wrote its first text on an H200, a token
         took 67 ms, and later 4.
         """
-        self.had_new_inputs = self.measuring.timed_by_gpu and not self.measuring.repeated
-        return self.had_new_inputs or _are_far_longer(self.steps_us, self.recorded_us[-self.active :])
+        recorded_us = self.recorded_us[-self.active :]
+        return self.measuring.has_new_inputs or _times_as_long(self.steps_us, recorded_us) > SLOW
 
     def _end(self):
         self.phase = "recorded"
@@ -463,8 +462,9 @@ def _replaced(path):
             os.unlink(copy)
 
 
-def _are_far_longer(some_us, others_us):
-    return statistics.median(some_us) > SLOW * statistics.median(others_us)
+def _times_as_long(some_us, others_us):
+    """Return how many times as long as the others the usual one of some steps takes."""
+    return statistics.median(some_us) / statistics.median(others_us)
 
 
 def period(times_us):

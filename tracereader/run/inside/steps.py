@@ -321,8 +321,10 @@ class Steps:
                     shapes.append(tuple(one.shape))
                 elif isinstance(one, (list, tuple)):
                     left += one[:LOOKED_AT]
-                elif isinstance(one, dict) or (hasattr(one, "__dict__") and not isinstance(one, type)):
-                    left += itertools.islice((one if isinstance(one, dict) else vars(one)).values(), LOOKED_AT)
+                elif isinstance(one, dict):
+                    left += itertools.islice(one.values(), LOOKED_AT)
+                elif hasattr(one, "__dict__") and not isinstance(one, type):
+                    left.append(vars(one))
             self.inputs.add(hash(tuple(shapes)))  # a generator may bring new ones for a minute
 
     def narrow(self):
