@@ -439,10 +439,11 @@ def test_control_characters_and_markup_in_names_are_escaped(capsys, tmp_path):
 def test_an_invalid_time_without_the_profiler_is_dropped(tmp_path, value):
     mark = json.dumps([event("ProfilerStep#0", "user_annotation", 0, 900), event("aten::add", "cpu_op", 5, 9)])
     file = tmp_path / "trace.json"
-    file.write_text(f'{{"unprofiled_step_us": {value}, "traceEvents": {mark}}}')
-    assert summarize(read(file)).unprofiled_step_us is None
-    file.write_text(f'{{"unprofiled_step_us": 812.5, "traceEvents": {mark}}}')
-    assert summarize(read(file)).unprofiled_step_us == 812.5
+    for name in ("unprofiled_step_us", "unprofiled_cpu_us"):
+        file.write_text(f'{{"{name}": {value}, "traceEvents": {mark}}}')
+        assert getattr(summarize(read(file)), name) is None
+        file.write_text(f'{{"{name}": 812.5, "traceEvents": {mark}}}')
+        assert getattr(summarize(read(file)), name) == 812.5
 
 
 @pytest.mark.exhaustive

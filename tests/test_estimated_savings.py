@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import re
+import types
 
 import msgspec
 import pytest
@@ -137,6 +138,46 @@ def test_a_step_that_the_gpu_limits_does_not_show_its_cpu_time():
     after = [step_us_at(changed, share) / step_us_at(graph, share) for share in (least, most)]
     assert summary.waits_for in ("gpu", "compute", "memory") and after[0] < after[1]
     assert one.replayed_savings == pytest.approx((1 - after[1], 1 - after[0]), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("program", "change", "saved"),
+    [("nucleus_sampling", "largest_first", 0.554), ("item_embeddings", "sparse_gradients", 0.522)],
+)
+def test_where_the_run_measured_the_cpus_time_a_saving_is_one_number(program, change, saved):
+    """These programs of benchmarks/pairs ran on an H200, before and after the change, each in two processes."""
+    file = ROOT / f"tests/traces/h200/cpu_time/{program}.json.gz"
+    trace, summary = opened(file)
+    stored = json.loads(gzip.decompress(file.read_bytes()))
+    assert summary.unprofiled_cpu_us == stored["unprofiled_cpu_us"] < 0.5 * stored["unprofiled_step_us"]
+    one = next(one for one in opportunities(trace, summary) if one.change == change)
+    assert one.estimated_savings is None and one.share == pytest.approx(saved, abs=0.06)
+    unknown = msgspec.structs.replace(summary, unprofiled_cpu_us=None)
+    low, high = next(one for one in opportunities(trace, unknown) if one.change == change).estimated_savings
+    assert low + 0.3 < high
+
+
+@pytest.mark.parametrize(
+    ("of_cpu", "of_gpu", "waits", "limit", "said"),
+    [
+        (0.6, 0.95, True, "gpu", "GPU is busy 950.0 µs (95%) and the CPU needs 600.0 µs: GPU-bound."),
+        (0.95, 0.7, False, "overhead", "GPU is busy 700.0 µs (70%) and the CPU needs all of it: still overhead-bound."),
+        (0.95, 0.7, True, None, "GPU is busy 700.0 µs (70%): GPU-bound."),  # it may wait for the GPU
+        (0.95, 0.95, False, None, "GPU is busy 950.0 µs (95%): GPU-bound."),
+        (0.6, 0.7, False, None, "GPU is busy 700.0 µs (70%): GPU-bound."),
+        (None, 0.7, False, None, "GPU is busy 700.0 µs (70%): GPU-bound."),
+    ],
+)
+def test_what_takes_nearly_all_of_a_step_limits_it_without_the_profiler(of_cpu, of_gpu, waits, limit, said):
+    """Where both do, or neither, the one that is busy may have been faster or slower for a moment."""
+    training = types.SimpleNamespace(syncs=("aten::item",) * waits)
+    summary = types.SimpleNamespace(
+        waits_for="overhead", gpu_us=1000.0 * of_gpu, unprofiled_step_us=1000.0, training=training,
+        unprofiled_cpu_us=of_cpu and 1000.0 * of_cpu, recorded_step_us=1400.0, steady=None,
+    )  # fmt: skip
+    assert recordings.limit_without(summary) == limit
+    assert recordings.changes_the_regime(summary) == (limit != "overhead")
+    assert recordings.unprofiled(summary) == f"Without the profiler the step takes 1.0 ms, of which the {said}"
 
 
 @pytest.mark.parametrize(("times", "shows_it"), [(1.04, False), (1.15, True)])

@@ -287,6 +287,7 @@ def test_a_period_of_slow_steps_is_found_among_single_slow_ones():
 def test_the_time_without_the_profiler_is_the_median_or_the_mean_over_whole_turns():
     found = inside("recording").unprofiled
     assert found([10, 10, 90, 10, 10])["unprofiled_step_us"] == 10
+    assert "unprofiled_cpu_us" not in found([10]) and found([10], None, [4, 9, 5])["unprofiled_cpu_us"] == 5
     assert found([10, 30, 10, 30, 10, 30, 10], 2)["unprofiled_step_us"] == 20
     assert found([10, 20, 30])["unprofiled_steps"] == 3
 
@@ -512,6 +513,25 @@ def test_short_steps_that_are_timed_by_a_gpu_share_events(step_s, every):
             one.ended()
     assert [number for number, _ in one.events] == list(range(0, 301, one.every))
     assert one.finish() == pytest.approx([2e6 * step_s] * (300 - 300 % one.every), rel=1e-3)
+
+
+@pytest.mark.parametrize(("step_s", "least", "alone"), [(1e-3, 10, 20), (24e-3, 10, 4), (1, 10, 3), (1e-3, 3, 0)])
+def test_the_cpus_time_for_a_step_is_measured_while_the_gpu_is_idle_at_its_beginning(step_s, least, alone):
+    """The CPU's clock shows it, because the step does not wait for the GPU. The other steps are timed by the GPU."""
+    one, clock = measuring(step_s, cuda=Cuda, least=least, most=4 * least)
+    clock.now += 1
+    one.finish()
+    one.torch.cuda.synchronize = lambda: setattr(clock, "now", clock.now + step_s)
+    one.measures_cpu, before = True, one.steps
+    one.begin()
+    while not one.enough:
+        clock.now += step_s
+        one.ended()
+    assert one.alone_us == pytest.approx([1e6 * step_s] * alone, rel=1e-3)
+    count = one.steps - before - alone
+    assert count >= min(5, least - (3 if alone else 0))  # five seconds are enough
+    assert one.finish() == pytest.approx([2e6 * step_s] * (count - count % one.every), rel=1e-3)
+    assert one.steps == before + alone + count
 
 
 def test_losing_the_cpu_at_equal_distances_makes_no_period():
@@ -1264,6 +1284,7 @@ def test_the_time_without_the_profiler_is_that_of_the_program(tmp_path):
     assert found.returncode == 0, found.stderr
     (trace,) = traces.values()
     assert trace["unprofiled_step_us"] == pytest.approx(float(found.stdout), rel=0.05)
+    assert 0 < trace["unprofiled_cpu_us"] < trace["unprofiled_step_us"] / 2  # eight large layers: few launches
 
 
 TRAINER = """

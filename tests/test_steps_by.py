@@ -101,7 +101,7 @@ def test_steps_of_an_annotation_are_for_the_report_of_one_process(capsys, flags)
 def test_what_a_run_measured_per_step_is_not_said_of_other_steps(tmp_path, capsys):
     """The trace holds the time of its own steps without the profiler; here another number of steps is asked for."""
     document = json.loads(gzip.decompress(MLP.read_bytes()))
-    document["unprofiled_step_us"] = 123.4
+    document |= {"unprofiled_step_us": 123.4, "unprofiled_cpu_us": 123.4}
     marks = [e for e in document["traceEvents"] if str(e.get("name")).startswith("ProfilerStep#") and "dur" in e]
     for mark in [e for e in marks if e["cat"] == "user_annotation"]:
         half = mark["dur"] / 2
@@ -114,7 +114,7 @@ def test_what_a_run_measured_per_step_is_not_said_of_other_steps(tmp_path, capsy
     file.write_text(json.dumps(document))
     for steps_by, known in [(None, 123.4), ("mlp_fwd", 123.4), ("half", None)]:
         ours = summarize(read(file, steps_by=steps_by))
-        assert ours.unprofiled_step_us == known, steps_by
+        assert (ours.unprofiled_step_us, ours.unprofiled_cpu_us) == (known, known), steps_by
     assert len(ours.steps) == 6
     assert cli.main([str(file), "--steps", "half"]) == 0
     assert "without the profiler" not in capsys.readouterr().out

@@ -44,6 +44,7 @@ TIERS = (
 )
 FEW_COMPILED = {*TIERS[2].split()}
 BLOCKS, BLOCK_S = 5, 0.08  # blocks of steps, each with one synchronization at its end; a block takes about this long
+ALONE = 20  # steps at most that each begin when the GPU is idle
 WARM, WARM_COMPILED = 5, 8
 NO_TIME = "no time was left"
 SAVING_S = 12  # kept at the end for writing traces and ending processes
@@ -302,7 +303,7 @@ def _child(pipe, module, name, variant, trace, tiny):
         pipe.send({"first": first, "last": last, "setup_s": round(time.perf_counter() - began, 1)})
         assert pipe.recv() == "measure"
         measured = _measured(step, tiny)
-        recorded = _recorded(step, measured["median_us"]) if trace else None
+        recorded = _recorded(step, measured) if trace else None
         cuda = torch.cuda.is_available() and os.environ["PAIRS_DEVICE"] == "cuda"
         measured["device"] = torch.cuda.get_device_name() if cuda else "CPU"
         measured["torch"] = torch.__version__
@@ -353,16 +354,26 @@ def _measured(step, tiny):
     return {
         "median_us": round(statistics.median(blocks), 2), "lowest_us": round(min(blocks), 2),
         "highest_us": round(max(blocks), 2), "steps": count * len(blocks),
+        "cpu_us": round(statistics.median(_on_cpu(step) for _ in range(min(ALONE, count))), 2),
     }  # fmt: skip
 
 
-def _recorded(step, us):
+def _on_cpu(step):
+    """Return the CPU's time (µs) of a step that finds the GPU idle, with its waits for the GPU."""
+    _wait()
+    begin = time.perf_counter()
+    step()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _recorded(step, measured):
     """Return a profiler that recorded three steps as the usual recipe does."""
     from torch.profiler import profile, schedule
 
     profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), record_shapes=True)
     if hasattr(profiler, "preset_metadata_json"):
-        profiler.preset_metadata_json("unprofiled_step_us", json.dumps(us))
+        profiler.preset_metadata_json("unprofiled_step_us", json.dumps(measured["median_us"]))
+        profiler.preset_metadata_json("unprofiled_cpu_us", json.dumps(measured["cpu_us"]))
     with profiler:
         for _ in range(5):
             step()

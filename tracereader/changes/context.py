@@ -19,6 +19,7 @@ from tracereader.findings.recording import (
     changes_the_regime,
     cpu_shares,
     estimate_us,
+    limit_without,
     may_lengthen,
     recording_matters,
 )
@@ -101,11 +102,13 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def unprofiled(self) -> Unprofiled | None:
         """Return the step without the profiler; None if the run did not measure it.
 
-        Where the GPU's work limits the recorded step, the measured time does not show how much CPU time it needs. That
-        is the middle of the estimate then, if it is less.
+        Where the GPU's work limits the recorded step, that time does not show how much CPU time it needs. If the run
+        did not measure it either, it is the middle of the estimate then, if that is less.
         """
-        known = self._measured
-        if known is None or not self._hides_cpu_time:
+        known, limit = self._measured, limit_without(self.summary)
+        if known is not None and limit == "gpu":
+            return self._measured_with(min(known.factor, self.summary.unprofiled_cpu_us / self.graph.cpu_us))
+        if known is None or limit or not self._hides_cpu_time:
             return known
         middle = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
         return msgspec.structs.replace(self._measured_with(middle), is_middle=True)
@@ -131,7 +134,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         would take as long.
         """
         known = self._measured
-        if known is None or not (self._hides_cpu_time or changes_the_regime(self.summary)):
+        shows_neither = self._hides_cpu_time or changes_the_regime(self.summary)
+        if known is None or limit_without(self.summary) or not shows_neither:
             return ()
         if known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ON_THE_GPU) * known.step_us:
             return ()

@@ -130,15 +130,12 @@ def no_autograd(case: Case) -> Proposal | None:
     )
 
 
-def _follows_static_cache(before: Side, after: Side) -> bool:
-    """CUDA graphs launch most of the second step, and it has as many products and attention kernels."""
-    return bool(not graphs_launched(before) and graphs_launched(after) and same_products(before, after))
-
-
 @change(
     "use a static KV cache and CUDA graphs",
     "attention takes as long on the cache of fixed size, which has an empty part",
-    followed=_follows_static_cache,
+    followed=lambda before, after: (
+        not graphs_launched(before) and bool(graphs_launched(after)) and same_products(before, after)
+    ),
     needs=CUDA_OR_HIP,
     keys=("compile_reduce_overhead",),
 )

@@ -21,7 +21,6 @@ from tracereader.trace.labels import LOADER, OPTIMIZER
 from tracereader.trace.op_names import NEED_THE_SIZE, READ_A_VALUE, SELECTS
 from tracereader.two_runs.faster import synchronizations
 from tracereader.two_runs.same_work import by_calls, halved, same_heavy, the_same_work
-from tracereader.two_runs.side import Side
 
 # The share of the step that it waits for the DataLoader's workers from which on they set its pace.
 WORKERS_SET_THE_PACE = 0.1
@@ -45,15 +44,10 @@ def _waits(case: Case) -> list[Op]:
     return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
 
 
-def _follows_remove_sync(before: Side, after: Side) -> bool:
-    """Both steps launch about the same kernels in the same way, and the second one has fewer synchronizations."""
-    return synchronizations(after) < synchronizations(before) and the_same_work(before, after)
-
-
 @change(
     "drop or postpone synchronizations",
     "nothing reads the value on the CPU in that step",
-    followed=_follows_remove_sync,
+    followed=lambda before, after: synchronizations(after) < synchronizations(before) and the_same_work(before, after),
     keys=("non_blocking",),
 )
 def remove_sync(case: Case) -> Proposal | None:

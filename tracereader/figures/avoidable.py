@@ -293,10 +293,7 @@ def cast_products(step: Step) -> CastProducts | None:
     if not products:
         return None
     return CastProducts(
-        len(products),
-        sum(one.dur for one in products) / 1e3,
-        len(casts),
-        sum(one.dur for one in casts.values()) / 1e3,
+        len(products), sum(one.dur for one in products) / 1e3, len(casts), sum(one.dur for one in casts.values()) / 1e3
     )
 
 

@@ -79,8 +79,7 @@ def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork
     """
     made = _made_of_others(step)
     computing = outermost(
-        step.roots,
-        lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
+        step.roots, lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made)
     )
     # Ops that a compilation traces compute nothing. An op that calls the CUDA runtime computes on a GPU, whose records
     # may be missing, and returns before the work is done.

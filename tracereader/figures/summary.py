@@ -73,6 +73,7 @@ class Summary(msgspec.Struct, frozen=True):
     window_us: float
     recorded_step_us: float  # the step's time while it was recorded; see pace.py
     unprofiled_step_us: float | None  # the same without the profiler, if the run measured it
+    unprofiled_cpu_us: float | None  # the CPU's time for it when the GPU is idle at its beginning, with waits in it
     gpu: GpuTime | None
     steady: GpuTime | None  # the same from one step's first GPU work to the last one's; see regime.py
     steady_us: float  # the length of its window
@@ -196,6 +197,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         window_us=(end - start) / 1e3,
         recorded_step_us=max(lanes.values()),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
+        unprofiled_cpu_us=trace.facts.unprofiled_cpu_us,
         gpu=None if incomplete else gpu_time(parts, [(start, end)]),
         **msgspec.structs.asdict(regime),
         families=families(trace.work, start, end),

@@ -199,10 +199,7 @@ def tokens_s(a_second: float) -> str:
 
 
 # The names of each limit of a kernel or an op: (the data sheet's peak, the best rate that a run measured).
-ROOFS = {
-    "compute": ("arithmetic peak", "best arithmetic rate"),
-    "memory": ("memory bandwidth", "best memory rate"),
-}
+ROOFS = {"compute": ("arithmetic peak", "best arithmetic rate"), "memory": ("memory bandwidth", "best memory rate")}
 
 
 def family_in_words(family: str) -> str:

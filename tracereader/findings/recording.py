@@ -21,6 +21,8 @@ COMPUTES_MUCH = 0.25
 # Recording matters to a step that is not overhead-bound from these shares of its time on: what recording adds on the
 # CPU, and the GPU's wait for launches.
 SOME_IDLE = 0.03
+# What takes this share of a step limits it. Of 25 programs on an H200, the CPU needed up to 69%, or 94% and more.
+NEEDS_ALL = 0.9
 IDLE_LESS = "Without the profiler, launches are faster and the GPU is probably idle for less time."
 
 
@@ -106,7 +108,7 @@ def unprofiled(summary: Summary) -> str:
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us
     if known is not None:
-        return measured(busy, known)
+        return measured(busy, known, limit_without(summary), summary.unprofiled_cpu_us)
     low, high = estimate_us(summary)
     if _much_idle(busy, low):
         return ""  # the regime is the same then
@@ -131,10 +133,27 @@ def unexplained_us(summary: Summary) -> float:
     return longer if longer < 0 or (longer > _costs_us(summary)[1] and not summary.gpu_us) else 0.0
 
 
-def measured(busy_us: float, step_us: float) -> str:
-    """Return a sentence on the measured step without the profiler. busy_us: the GPU's time in the step."""
-    word = f"still {WORDS['overhead']}" if _much_idle(busy_us, step_us) else WORDS["gpu"]
-    busy = f"{duration(busy_us)} ({busy_us / step_us:.0%})"
+def limit_without(summary: Summary) -> str | None:
+    """Return what is measured to limit the step without the profiler, "gpu" or "overhead"; None if that is not known.
+
+    The CPU's time includes its waits for the GPU, so it decides nothing in a step with synchronizations.
+    """
+    if not summary.unprofiled_step_us or summary.unprofiled_cpu_us is None:
+        return None
+    most = NEEDS_ALL * summary.unprofiled_step_us
+    on_cpu, on_gpu = summary.unprofiled_cpu_us >= most, summary.gpu_us >= most
+    undecided = on_cpu == on_gpu or (on_cpu and summary.training.syncs)
+    return None if undecided else "overhead" if on_cpu else "gpu"
+
+
+def measured(busy_us: float, step_us: float, limit: str | None = None, cpu_us: float | None = None) -> str:
+    """Return a sentence on the measured step without the profiler. busy_us, cpu_us: the GPU's and the CPU's time in it.
+
+    limit: see limit_without(). If it is None, the GPU's time alone decides the word.
+    """
+    word = f"still {WORDS['overhead']}" if _much_idle(busy_us, step_us, limit) else WORDS["gpu"]
+    needs = f" and the CPU needs {'all of it' if limit == 'overhead' else duration(cpu_us or 0)}" if limit else ""
+    busy = f"{duration(busy_us)} ({busy_us / step_us:.0%}){needs}"
     return f"Without the profiler the step takes {duration(step_us)}, of which the GPU is busy {busy}: {word}."
 
 
@@ -148,9 +167,9 @@ def _range(low_us: float, high_us: float) -> str:
 
 def changes_the_regime(summary: Summary) -> bool:
     """Return whether a step is overhead-bound while it is recorded and is known not to be without the profiler."""
-    known = summary.unprofiled_step_us
-    return summary.waits_for == "overhead" and known is not None and not _much_idle(summary.gpu_us, known)
+    known, busy = summary.unprofiled_step_us, summary.gpu_us
+    return summary.waits_for == "overhead" and bool(known) and not _much_idle(busy, known, limit_without(summary))
 
 
-def _much_idle(busy_us: float, step_us: float) -> bool:
-    return busy_us < (1 - MUCH_IDLE) * step_us
+def _much_idle(busy_us: float, step_us: float, limit: str | None = None) -> bool:
+    return limit == "overhead" if limit else busy_us < (1 - MUCH_IDLE) * step_us

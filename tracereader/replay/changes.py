@@ -188,10 +188,7 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
 
 
 def cuda_graph(
-    graph: Graph,
-    runs: Iterable[Run] | None = None,
-    launch_us: float | None = None,
-    gap_us: float = GRAPH_GAP_US,
+    graph: Graph, runs: Iterable[Run] | None = None, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US
 ) -> Graph:
     """Return the graph in which the launches between two waits of a step are one launch of a CUDA graph.
 

@@ -42,8 +42,8 @@ SECTION_KEYS = {
 }  # fmt: skip
 ALWAYS = ("version", "form", "trace", "devices", "backend", "rank", "world_size", "has_steps", "steps_by",
           "steps_end_with_it", "calls_in_a_step", "outside_us", "shapes_recorded", "typical_step", "window_us",
-          "recorded_step_us", "unprofiled_step_us", "recording", "notes", "warnings", "busy_machine", "processes",
-          "typical_index", "lesson")  # fmt: skip
+          "recorded_step_us", "unprofiled_step_us", "unprofiled_cpu_us", "recording", "notes", "warnings",
+          "busy_machine", "processes", "typical_index", "lesson")  # fmt: skip
 # Raised when a documented name disappears or changes its meaning. 3: --json alone is the short form.
 VERSION = 3
 # The summary's parts whose fields are at the top level of the document.

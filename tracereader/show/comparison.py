@@ -87,11 +87,7 @@ def _runs(out: Console, sides: Sequence[Side], names: Sequence[str], view: View)
 
 
 def _in_short(
-    out: Console,
-    sides: Sequence[Side],
-    bases: Sequence[Side],
-    view: View,
-    proposed: Sequence[Sequence[Opportunity]],
+    out: Console, sides: Sequence[Side], bases: Sequence[Side], view: View, proposed: Sequence[Sequence[Opportunity]]
 ) -> None:
     """Print how much faster each run is than its base, why, and the base report's predictions for it."""
     two = len(sides) == 2

@@ -118,10 +118,7 @@ class Server(ThreadingHTTPServer):
 
 
 def hand_over(
-    trace: Path,
-    content: bytes | None = None,
-    timeout_s: float = TIMEOUT_S,
-    answer_s: float = ANSWER_S,
+    trace: Path, content: bytes | None = None, timeout_s: float = TIMEOUT_S, answer_s: float = ANSWER_S
 ) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C. Return whether Perfetto has the trace.
 

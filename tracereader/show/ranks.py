@@ -642,8 +642,5 @@ def _communication(summary: RanksSummary, rank: int, step: str) -> list[lanes.Ma
         if at is not None and (one.kind != "send" or at == 1):
             start, waited, took = (round(some[at] * 1000) for some in (one.starts_us, one.waits_us, one.took_us))
             name = "receive" if one.kind == "send" else one.kind
-            found += [
-                lanes.Mark(start, start + waited, kind="wait"),
-                lanes.Mark(start + waited, start + took, name),
-            ]
+            found += [lanes.Mark(start, start + waited, kind="wait"), lanes.Mark(start + waited, start + took, name)]
     return [piece for piece in found if piece.end > piece.start]

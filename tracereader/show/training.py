@@ -33,6 +33,7 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
             cells = [(name, unit(us), f"{us / summary.chosen.cpu_us:.0%}") for name, us in times]
             if cells:
                 print_columns(out, (title, f"CPU {unit.name}", "of the step"), cells)
+    lines = []
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
@@ -41,17 +42,18 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
         if one.backward_us:
             forward = f"{duration(one.forward_us)} of forward and " if one.forward_us else ""
             line += f", excluding the {forward}{duration(one.backward_us)} of backward that run in it"
-        paragraph(out, line, "  ", "    ")
+        lines.append(line)
     if again := found.recomputed:
         activities = counted(again.pieces, "activity", "activities")
         gpu = f", {duration(again.gpu_us)} of GPU time in {activities}" if again.pieces else ""
-        calls = counted(again.calls, "forward op")
-        line = f"recomputed in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}"
-        paragraph(out, line, "  ", "    ")
+        lines.append(
+            f"recomputed in backward: {counted(again.calls, 'forward op')}, {duration(again.cpu_us)} of CPU time{gpu}"
+        )
     if waits := found.loading:
         idle = "" if waits.idle_us is None else f"; the GPU is idle for {duration(waits.idle_us)} of that time"
         step = "the step on the CPU" if summary.has_gpu_work else "the step"
-        line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of {step}{idle}"
+        lines.append(f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of {step}{idle}")
+    for line in lines:
         paragraph(out, line, "  ", "    ")
     if found.syncs:
         waits = [(one.asked_by, one.call, one.calls, one.cpu_us, one.idle_us) for one in found.syncs]

@@ -103,6 +103,7 @@ class _File(msgspec.Struct, Generic[T]):
     device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=NULL)
     lesson: msgspec.Raw = NULL
     unprofiled: msgspec.Raw = msgspec.field(name="unprofiled_step_us", default=NULL)
+    on_cpu: msgspec.Raw = msgspec.field(name="unprofiled_cpu_us", default=NULL)
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=NULL)
     base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=NULL)
     host: msgspec.Raw = msgspec.field(name="host_name", default=NULL)
@@ -141,7 +142,7 @@ def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere)
         exact=exact,
         defects=defects,
         device_properties=decoded(found.device_properties),
-        facts=run_facts(decoded(found.lesson), decoded(found.unprofiled)),
+        facts=run_facts(*map(decoded, (found.lesson, found.unprofiled, found.on_cpu))),
         distributed=decoded(found.distributed),
         base=decoded(found.base),
         host=decoded(found.host),

@@ -74,8 +74,8 @@ class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     script: the numbered script, "" for any other program. guesses: the predictions, as expect.py records them.
     run: the run's id, which its table has, too. first_call_s: the seconds of the first call of the step.
-    unprofiled_step_us: the µs of a step without the profiler. layers: the names of the step's matrix products, in the
-    order of the forward pass.
+    unprofiled_step_us: the µs of a step without the profiler. unprofiled_cpu_us: the CPU's for one that finds the GPU
+    idle. layers: the names of the step's matrix products, in the order of the forward pass.
     """
 
     script: str = ""
@@ -86,6 +86,7 @@ class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guesses: tuple[dict, ...] = ()
     first_call_s: Amount | None = None
     unprofiled_step_us: Amount | None = None
+    unprofiled_cpu_us: Amount | None = None
     peak_bytes: Count | None = None
     relative_error: float | None = None
     roofs: Roofs | None = None
@@ -100,9 +101,9 @@ class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return str(self.flags.get("dtype"))
 
 
-def run_facts(lesson: object, unprofiled_step_us: object = None) -> RunFacts:
+def run_facts(lesson: object, unprofiled_step_us: object = None, unprofiled_cpu_us: object = None) -> RunFacts:
     """Return the facts in the trace's values of these keys. One of a wrong type, as in old traces, is not stored."""
-    top = {"unprofiled_step_us": unprofiled_step_us}
+    top = {"unprofiled_step_us": unprofiled_step_us, "unprofiled_cpu_us": unprofiled_cpu_us}
     if not isinstance(lesson, dict) or not isinstance(lesson.get("script"), str):
         return usable(RunFacts, top)
     facts = lesson.get("facts") if isinstance(lesson.get("facts"), dict) else {}
@@ -119,9 +120,8 @@ def run_facts(lesson: object, unprofiled_step_us: object = None) -> RunFacts:
 
 def of_other_steps(facts: RunFacts) -> RunFacts:
     """Return the facts that still hold where other intervals count as the steps: those that are not about a step."""
-    return msgspec.structs.replace(
-        facts, guesses=(), unprofiled_step_us=None, layers=(), attention=None, decoding=None, training=None
-    )
+    of_steps = ("unprofiled_step_us", "unprofiled_cpu_us", "attention", "decoding", "training")
+    return msgspec.structs.replace(facts, guesses=(), layers=(), **dict.fromkeys(of_steps))
 
 
 def _whole(value: object) -> object:

@@ -19,6 +19,8 @@ EVENT_EACH_S, STEPS_AN_EVENT = 0.004, 50
 # the caches. Training steps of 0.5 and 0.7 ms took 0.8 to 1.7% longer with 0.02, and 0.9 to 1.1% with this.
 ASKED_EACH_S = 0.05
 USUAL = 10  # steps, at least
+# Steps that each begin when the GPU is idle, so that the CPU's clock shows what it needs for them: a few of long ones.
+ALONE, ALONE_S = (3, 20), 0.1
 # Forty steps of 50 µs are over before a GPU's clocks are up.
 CLOCKS_UP_S = 0.1
 # Half a second later its power limit may have lowered them: steps of 245 µs on an H200 took 263 µs from then on.
@@ -49,6 +51,8 @@ class Measuring:
         self.waits_for_inputs = False  # whether steps have to repeat their shapes
         self.marks = []  # the CPU's times (s) at the ends of steps
         self.events = []  # of the GPU: (number of the mark, event)
+        self.measures_cpu = False  # whether the first steps show how much CPU time one needs, where a GPU computes
+        self.alone_us, self.alone = [], 0  # the times of these steps so far, and how many are left
         self.own = []  # this thread's times: (number of the mark, (had a CPU, waited for one))
         self.every = 1  # so many steps share an event
         self.stock = 0  # batches that a loader's workers have prepared while the first steps were slow
@@ -63,6 +67,9 @@ class Measuring:
 
     def ended(self):
         """Count the end of a step."""
+        if self.alone:
+            self._ended_alone()
+            return
         if self.measuring:
             self._mark()
             return
@@ -122,10 +129,28 @@ class Measuring:
         times = self._warm_s()
         self.usual = statistics.median(times) if times else EVENT_EACH_S
         self.every = max(1, min(STEPS_AN_EVENT, int(EVENT_EACH_S / max(self.usual, 1e-6))))
-        self._synchronize()
         self.timed_by_gpu = self._on_gpu()
         self.hastily = hastily
         self.marks, self.events, self.own = [], [], []
+        if self.measures_cpu and self.timed_by_gpu and self.least >= USUAL:
+            self.alone_us, (few, many) = [], ALONE
+            self.alone = max(few, min(many, int(ALONE_S / max(self.usual, 1e-6))))
+            self._begin_alone()
+        else:
+            self._begin_marks()
+
+    def _ended_alone(self):
+        self.alone_us.append((time.perf_counter() - self.alone_began) * 1e6)
+        self.counted += 1
+        self.alone -= 1
+        self._begin_alone() if self.alone else self._begin_marks()
+
+    def _begin_alone(self):
+        self._synchronize()
+        self.alone_began = time.perf_counter()
+
+    def _begin_marks(self):
+        self._synchronize()
         self.faulted = page_faults()
         if self.contention is not None:
             self.contention.begin()
@@ -137,12 +162,13 @@ class Measuring:
         count = len(self.marks) - 1
         if count < 3:
             return False
+        least = self.least - ALONE[0] * bool(self.alone_us)  # a program may end soon
         seconds = self.marks[-1] - self.marks[0]
         if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self.without_others()):
             return True
         too_short = (self.timed_by_gpu and self._takes_less(CLOCKS_UP_S)) if self.hastily else self.hasty
         most = self.most and count >= self.most and not too_short
-        if count >= max(self.least, self.stock) and (seconds >= self.seconds or most):
+        if count >= max(least, self.stock) and (seconds >= self.seconds or most):
             return True
         longest = max(5.0, self.seconds) * (1 if count >= self.stock else 2)  # workers end several batches at a time
         return seconds >= longest

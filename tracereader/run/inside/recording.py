@@ -27,6 +27,7 @@ SHAPES = "recording shapes"
 SHAPES_S = 5.0  # the longest time for which steps on a CPU are recorded a second time
 DETACH = "TEARDOWN_CUPTI"  # which the profiler reads when a recording ends
 NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
+ON_CPU = "unprofiled_cpu_us"
 
 
 class Recording:
@@ -80,7 +81,7 @@ class Recording:
             "recorded": self.recorded,
             "names_modules": self.names_modules,
             "cold": self.cold,
-            **(unprofiled(self.steps_us, self.period) if self.steps_us else {}),
+            **(unprofiled(self.steps_us, self.period, self.measuring.alone_us) if self.steps_us else {}),
         }
 
     def ended(self):
@@ -90,7 +91,12 @@ class Recording:
             measuring.counted += 1
             self._step_of_profiler()
             return
+        alone = measuring.alone
         measuring.ended()
+        if alone:
+            if not measuring.alone:
+                self._hasten()
+            return
         if self.phase == "warming up":
             what = f"time-{self.round}"
             if session.leads and measuring.ready and not session.takes_in():
@@ -122,8 +128,14 @@ class Recording:
     def _time_steps(self):
         session = self.session
         self.phase, self.cpu_began = TIMING, time.process_time()
+        self.measuring.measures_cpu = self.fresh  # later the profiler may be attached, which makes calls longer
         # A program that ends soon gets a trace all the same; one of several ranks on GPUs seldom does.
         self.measuring.begin(self.fresh and (session.world_size == 1 or not self._devices()))
+        if not self.measuring.alone:
+            self._hasten()
+
+    def _hasten(self):
+        session = self.session
         if session.local_world_size == 1 and session.made is None and not session.roams:
             session.steps.hasten(self.measuring.quickly())
 
@@ -332,7 +344,7 @@ class Recording:
 
     def _known(self):
         """Return the members of the trace with the time of a step without the profiler."""
-        return json.dumps(unprofiled(self.steps_us, self.period))[1:-1].encode()
+        return json.dumps(unprofiled(self.steps_us, self.period, self.measuring.alone_us))[1:-1].encode()
 
     # Modules, without stacks.
 
@@ -491,16 +503,18 @@ def _slow(times_us, limit):
     return [place for place, one in enumerate(times_us) if one > limit]
 
 
-def unprofiled(times_us, repeats=None):
+def unprofiled(times_us, repeats=None, alone_us=()):
     """Return what the trace says about the steps without the profiler (NAMES).
 
     The time of a step is the median, because another program may have made some of them longer. Where steps of two
-    kinds take turns, it is the mean over whole turns.
+    kinds take turns, it is the mean over whole turns. alone_us: the CPU's times of steps that found the GPU idle; the
+    trace gets their median.
     """
     quartiles = statistics.quantiles(times_us, n=4, method="inclusive") if len(times_us) > 1 else 3 * list(times_us)
     whole = times_us[: len(times_us) // repeats * repeats] if repeats else ()
     step = statistics.fmean(whole) if whole else statistics.median(times_us)
-    return dict(zip(NAMES, (step, [quartiles[0], quartiles[2]], len(times_us)), strict=True))
+    on_cpu = {ON_CPU: statistics.median(alone_us)} if alone_us else {}
+    return dict(zip(NAMES, (step, [quartiles[0], quartiles[2]], len(times_us)), strict=True)) | on_cpu
 
 
 @contextlib.contextmanager
