@@ -189,6 +189,20 @@ def test_replays_of_a_graph_end_steps_only_if_nothing_else_does():
     assert ended == ["optimizer"] * 5 + ["graph"] * 3
 
 
+def test_replays_end_no_steps_while_the_optimizer_ends_them_in_the_fast_way():
+    ended, kind = [], type("Graph", (), {})
+    torch = types.SimpleNamespace(_C=types.SimpleNamespace())
+    steps = inside("steps").Steps(torch, lambda: ended.append(steps.kind))
+    graph = kind()
+    steps._optimizer_stepped(optimizer := kind())
+    steps.hasten(lambda: True)
+    for _ in range(10):  # the optimizer's own end is counted elsewhere
+        steps._replayed(graph)
+    steps.hasten(None)
+    steps._optimizer_stepped(optimizer)
+    assert ended == ["optimizer", "optimizer"]
+
+
 def in_threads(count, function):
     threads = [threading.Thread(target=function) for _ in range(count)]
     for each in threads:
@@ -739,6 +753,39 @@ def test_a_call_that_the_program_keeps_is_noted_too():
     assert names == ["Module", "Layer"] * 3  # the inner one ends first
 
 
+def test_calls_of_a_module_that_the_program_compiles_by_themselves_end_steps():
+    """Nothing of the watch is in the compiled code, and a part that compiled code calls ends no step."""
+    kind, compiled, ended = type("Kind", (Module,), {"parameters": lambda self: iter([1])}), [], []
+
+    def compile_(model=None, **how):
+        compiled.append(model)
+        return lambda *args: model(*args)
+
+    torch = types.SimpleNamespace(nn=types.SimpleNamespace(Module=Module), _C=types.SimpleNamespace(), compile=compile_)
+    usual, torch.autograd = Module.__call__, types.SimpleNamespace(backward=lambda: None)
+    steps = inside("steps").Steps(torch, lambda: ended.append(steps.ender()))
+    steps.usual_call = usual
+    steps._watch_calls([Module])
+    steps._watch_compiled_calls()
+    model = kind()
+    call = torch.compile(model.__call__)
+    assert (compiled[0].__func__, compiled[0].__self__) == (usual, model)
+    call(2)
+    steps.narrow()
+    call(2)
+    assert ended == [model, model]
+    steps.hasten(lambda: ended.append("quick") or True)
+    call(2)
+    assert ended[2:] == ["quick"]
+    steps.stop()
+    assert (torch.compile, Module.__call__) == (compile_, usual)
+    own = [len, Module, model, model.parameters]
+    steps._watch_compiled_calls()
+    for each in own:
+        assert torch.compile(each).__name__ == "<lambda>"
+    assert compiled[1:] == own
+
+
 def test_modules_are_left_out_of_a_trace_whose_clock_is_not_ours():
     notes = inside("modules").Notes(None, None, None)
     now = time.time_ns()
@@ -1020,6 +1067,26 @@ def test_a_program_of_compiled_functions_is_asked_what_ends_a_step(tmp_path):
     assert (found.returncode, found.stdout) == (0, "end\n")
     assert calls_in_each_step(*traces.values(), "aten::matmul") == [1] * 4
     assert "a step ends with program:work and takes" in found.stderr
+
+
+@pytest.mark.exhaustive
+def test_each_token_of_a_generation_that_compiles_itself_is_a_step(tmp_path):
+    """With a static cache transformers compiles the model's call, which makes all tokens of a text but the first."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    code = (
+        "import torch, transformers, warnings\nfrom transformers.generation import CompileConfig\n"
+        f"config = transformers.LlamaConfig(vocab_size=32, **{sizes})\n"
+        "model, x = transformers.LlamaForCausalLM(config).eval(), torch.ones(1, 4, dtype=torch.long)\n"
+        "everywhere = CompileConfig(backend='eager', mode=None)\neverywhere._compile_all_devices = True\n"
+        f"{ENDLESS}model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=9, min_new_tokens=9, "
+        "do_sample=False, pad_token_id=0, cache_implementation='static', compile_config=everywhere)"
+    )
+    found, traces = recorded(tmp_path, code)
+    assert found.returncode == 0, found.stderr
+    assert "a step ends with a call of LlamaForCausalLM" in found.stderr
+    (trace,) = traces.values()
+    calls = calls_in_each_step(trace, "aten::scaled_dot_product_attention")
+    assert set(calls) == {2} and len(calls) >= 4
 
 
 @pytest.mark.exhaustive

@@ -101,6 +101,10 @@ def test_a_run_that_leaves_no_time_for_a_change_is_announced_as_such():
     told_after = {40: "leaves no time to try a change", 120: "About 2 runs follow", 999: "7 runs or more"}
     for session.left_s, told in told_after.items():
         assert told in search._announcement(session, types.SimpleNamespace(seconds=49.0))
+    del session.alone[1:]
+    assert search._announcement(session, types.SimpleNamespace(seconds=49.0)).endswith(
+        "in turn with one change (TF32)."
+    )
 
 
 def test_the_change_that_saves_most_is_named_first_and_those_that_help_are_combined(searched):
@@ -457,6 +461,23 @@ def test_inference_mode_is_not_tried_where_parameters_are_changed_by_hand():
     assert applies(Seen(modules=(MODEL,))) and not applies(Seen(modules=(MODEL,), backward=True))
 
 
+@pytest.mark.parametrize(
+    ("device", "through", "compiled", "applies"),
+    [
+        ("cuda", "transformers/generation/utils.py:4333", (), True),
+        ("cpu", "transformers/generation/utils.py:4333", (), False),
+        ("cuda", "", (), False),
+        ("cuda", "transformers/generation/utils.py:4333", ({"line": "a.py:3"},), False),
+    ],
+)
+def test_a_static_cache_is_tried_where_generate_of_transformers_runs_on_a_gpu(device, through, compiled, applies):
+    one = next(one for one in all_candidates() if one.key == "static_cache")
+    seen = Seen(modules=({**MODEL, "through": through},), compiled=compiled, device=device)
+    assert one.applies(seen) == applies
+    kept = f'cache_implementation="static" in the call of generate() at train.py:20 (made by {through})'
+    assert not applies or one.to_keep(seen) == kept
+
+
 def test_each_key_that_a_change_names_can_be_tried():
     keys = {one.key for one in all_candidates()}
     named = candidates.following()
@@ -804,6 +825,28 @@ def channels_last():
     return seen, model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def static_cache():
+    make, made = nn.Module.__init__, changes.install(torch, ["static_cache"])
+
+    class Config:
+        cache_implementation = None
+
+    class GenerationMixin:
+        generation_config = Config
+
+        def generate(self, prompt, **how):
+            return how.get("cache_implementation")
+
+    class Model(nn.Linear, GenerationMixin):
+        pass
+
+    nn.Linear(2, 2)
+    model, own = Model(2, 2), Config()
+    own.cache_implementation = "offloaded"
+    asked = [{}, {"cache_implementation": "dynamic"}, {"past_key_values": ()}, {"generation_config": own}]
+    return [model.generate(1, **each) for each in asked], made.applied, nn.Module.__init__ is make
+
+
 def inference_mode():
     made = changes.install(torch, ["inference_mode"])
     return steps(made, nn.Linear(2, 2), torch.ones(2)).is_inference()
@@ -1042,6 +1085,7 @@ CHANGED = {
     "bf16": ["torch.float32", "torch.bfloat16", 3, True],
     "channels_last": [[True, True, True], True],
     "inference_mode": True,
+    "static_cache": [["static", "dynamic", None, None], {"static_cache": 1}, True],
     "unused": [[True, True, False], True, True, {"frozen_parameters": 1}],
     "by_hand": [True, {"frozen_parameters": 0}],
     "without_guards": [1, {"compile": 1, "skip_guards": 1}, "RuntimeError"],

@@ -137,7 +137,7 @@ def no_autograd(case: Case) -> Proposal | None:
         not graphs_launched(before) and bool(graphs_launched(after)) and same_products(before, after)
     ),
     needs=CUDA_OR_HIP,
-    keys=("compile_reduce_overhead",),
+    keys=("static_cache",),
 )
 def static_cache(case: Case) -> Proposal | None:
     """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""

@@ -225,6 +225,11 @@ def _before_its_call(seen: Seen) -> str:
     return f"before its call at {at(_called(seen))} ({which})"
 
 
+def _generating(seen: Seen) -> list[Place]:
+    """Return the modules that transformers' generate() calls."""
+    return [one for one in seen.modules if str(one.get("through", "")).startswith("transformers/generation/")]
+
+
 def _classes(places: Sequence[Place]) -> str:
     return " and the ".join(dict.fromkeys(str(one["name"]) for one in places))
 
@@ -353,6 +358,16 @@ def all_candidates(world_size: int = 1) -> tuple[Candidate, ...]:
             _optimizer("fused"),
             group="optimizer",
             usual=True,
+        ),
+        Candidate(
+            "static_cache",
+            "static KV cache, compiled",
+            # transformers compiles such a generation by itself, but not on a CPU.
+            lambda seen: seen.on_gpu and bool(_generating(seen)) and not seen.is_compiled,
+            lambda seen: f'cache_implementation="static" in the call of generate() at {at(_generating(seen))}',
+            group="compile",
+            compiles=True,
+            often=True,
         ),
         _compiled("compile_reduce_overhead", "compile reduce-overhead", "reduce-overhead"),
         Candidate(
@@ -507,4 +522,4 @@ def in_order(candidates: Iterable[Candidate], predicted: Mapping[str, float]) ->
     gain = {one.key: max((predicted.get(each, 0.0) for each in one.follows), default=0.0) for one in candidates}
     ordered = sorted(candidates, key=lambda one: -gain[one.key] if gain[one.key] >= FIRST else 0.0)
     late = [one for one in ordered if one.compiles][1:]
-    return [one for one in ordered if one not in late] + late
+    return [one for one in ordered if one not in late] + [one for one in candidates if one in late]

@@ -336,10 +336,10 @@ def _announcement(session: Session, first: Run) -> str:
     if most < 2:
         return f"a run takes about {first.seconds:.0f} s, which leaves no time to try a change; --minutes gives more"
     runs = f"{number} runs or more" if number < most else f"About {most} runs"
-    return (
-        f"a run takes about {first.seconds:.0f} s. {runs} follow: as it is, and in turn with "
-        f"each of {len(session.alone)} changes ({titles}). Then those that help run together."
-    )
+    follow = f"a run takes about {first.seconds:.0f} s. {runs} follow: as it is, and in turn with"
+    if len(session.alone) == 1:
+        return f"{follow} one change ({titles})."
+    return f"{follow} each of {len(session.alone)} changes ({titles}). Then those that help run together."
 
 
 def _told(session: Session, keys: tuple[str, ...], one: Run | None) -> None:

@@ -150,6 +150,8 @@ class Changes:
             self._patch_ddp()
         if self.look:
             self._watch_attention()
+        if "static_cache" in self.keys:
+            self._patch_generate()
         self._search_modules()
         self._keep_losses()
 
@@ -419,6 +421,35 @@ class Changes:
             return True
 
         self._ends.append(end)
+
+    def _patch_generate(self):
+        """Give generate() of transformers a static cache, once the program makes a module that has this method."""
+        kind = self.torch.nn.Module
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def __init__(module, *args, **kwargs):
+            make(module, *args, **kwargs)
+            mixin = next((one for one in type(module).__mro__ if one.__name__ == "GenerationMixin"), None)
+            if mixin is not None and kind.__init__ is __init__:
+                kind.__init__ = make
+                mixin.generate = self._with_static_cache(mixin.generate)
+
+        kind.__init__ = __init__
+
+    def _with_static_cache(self, generate):
+        @functools.wraps(generate)
+        def changed(model, *args, **kwargs):
+            config = kwargs.get("generation_config") or model.generation_config
+            given = (
+                kwargs.get(name) for name in ("cache_implementation", "past_key_values", "cache", "assistant_model")
+            )
+            if all(one is None for one in (config.cache_implementation, *given)):
+                kwargs["cache_implementation"] = "static"
+                self.applied["static_cache"] += 1
+            return generate(model, *args, **kwargs)
+
+        return changed
 
     # The outermost modules.
 

@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 import time
+import types
 import weakref
 
 RARE = 8  # what is called this many times less often than another one does not end the steps
@@ -75,6 +76,7 @@ class Steps:
         self.began = time.monotonic()
         self.busy = _Busy()
         self.classes, self.module_undo = set(), []
+        self.watches = {}  # the latest watch of each class's calls
         self.module_calls = 0
         self.inside = []  # one entry for each thread that is in an outermost call
         self.inside_s = 0.0  # the time of such calls before steps are timed
@@ -124,6 +126,7 @@ class Steps:
         call = torch.nn.Module.__call__
         self.usual_call = getattr(call, "beneath", call)  # below the one that changes how modules are called
         self._watch_calls([torch.nn.Module])
+        self._watch_compiled_calls()
         self._watch_graphs(getattr(torch.cuda, "CUDAGraph", None))
 
     def hasten(self, quick):
@@ -220,8 +223,13 @@ class Steps:
         if kind in self.classes:
             return
         self.classes.add(kind)
-        call, busy, fast, traced, backward = kind.__call__, self.busy, self.fast, self.traced, self.backward
-        inside, clock = self.inside, time.perf_counter
+        watch = self.watches[kind] = self._watching(kind, kind.__call__)
+        self.module_undo.append(self._patch(kind, "__call__", watch))
+
+    def _watching(self, kind, call):
+        """Return the function that watches calls of modules of a class. call: what makes them."""
+        busy, fast, traced, backward = self.busy, self.fast, self.traced, self.backward
+        inside, clock, watches = self.inside, time.perf_counter, self.watches
         is_usual = call is self.usual_call  # otherwise it calls the usual one itself
         # Layers of transformers call nn.Module's __call__ by its name, so that their compiled code holds for that
         # method only. It therefore finds its own: another one would have the model compiled again when we leave.
@@ -239,7 +247,8 @@ class Steps:
                 fast.clear()
             busy.inside = True
             # A program may keep our method after we have left.
-            hidden = usual and self._one_thread_calls() and kind.__call__ is __call__
+            watch = watches.get(kind)
+            hidden = usual and self._one_thread_calls() and kind.__call__ is watch
             if hidden:
                 kind.__call__ = usual
             counts = not fast
@@ -257,7 +266,7 @@ class Steps:
                     inside.pop()
                     self.inside_s += clock() - began
                 if hidden and kind in self.classes and kind.__call__ is usual:
-                    kind.__call__ = __call__
+                    kind.__call__ = watch
             if fast and backward() == NO_BACKWARD and fast[1]():
                 self.others = 0
             else:
@@ -265,8 +274,33 @@ class Steps:
             return result
 
         __call__.__wrapped__ = call
-        back = self._patch(kind, "__call__", __call__)
-        self.module_undo.append(back)
+        return __call__
+
+    def _watch_compiled_calls(self):
+        """Watch calls of modules that the program compiles by themselves, as generate() does with a static cache.
+
+        What torch.compile makes of a module's call does not call our watch any more. It is made of the module's usual
+        call, so that nothing of ours is in its code.
+        """
+        module_kind, make = self.torch.nn.Module, getattr(self.torch, "compile", None)
+        if make is None:
+            return
+
+        @functools.wraps(make)
+        def compile_(model=None, *args, **kwargs):
+            module, watch = getattr(model, "__self__", None), getattr(model, "__func__", None)
+            if not isinstance(module, module_kind) or watch not in self.watches.values():
+                return make(model, *args, **kwargs)
+            compiled = make(types.MethodType(watch.__wrapped__, module), *args, **kwargs)
+            watching = self._watching(module_kind, lambda _, *args, **kwargs: compiled(*args, **kwargs))
+
+            @functools.wraps(compiled)
+            def call(*args, **kwargs):
+                return watching(module, *args, **kwargs)
+
+            return call
+
+        self._patch(self.torch, "compile", compile_)
 
     def _one_thread_calls(self):
         """Return whether one thread has made all calls of modules so far: what it hides, the others do not find."""
@@ -357,6 +391,10 @@ class Steps:
         self.replayed = False
 
     def _replayed(self, graph):
+        if self.fast and self.fast[0]() is graph and self.fast[1]():
+            return
+        if self._hastened(graph):
+            return  # what ends the steps may replay graphs, and its own end is not counted here meanwhile
         if self.kind != "graph":
             self.replayed = True
             self.replays[graph] = self.replays.get(graph, 0) + 1
@@ -364,9 +402,7 @@ class Steps:
                 return
             self.kind = "graph"
             self._forget_modules()
-        if self.fast and self.fast[0]() is graph and self.fast[1]():
-            return
-        if not self._hastened(graph) and self.graphs.ends(graph):
+        if self.graphs.ends(graph):
             self._ends(graph)
 
     # Where the user says.
