@@ -444,7 +444,7 @@ class Changes:
             given = (
                 kwargs.get(name) for name in ("cache_implementation", "past_key_values", "cache", "assistant_model")
             )
-            if all(one is None for one in (config.cache_implementation, *given)):
+            if all(one is None for one in (getattr(config, "cache_implementation", ""), *given)):
                 kwargs["cache_implementation"] = "static"
                 self.applied["static_cache"] += 1
             return generate(model, *args, **kwargs)

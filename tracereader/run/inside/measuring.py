@@ -52,7 +52,7 @@ class Measuring:
         self.marks = []  # the CPU's times (s) at the ends of steps
         self.events = []  # of the GPU: (number of the mark, event)
         self.measures_cpu = False  # whether the first steps show how much CPU time one needs, where a GPU computes
-        self.alone_us, self.alone = [], 0  # the times of these steps so far, and how many are left
+        self.alone_us, self.alone = [], False  # the times of these steps so far, and whether the next one is among them
         self.own = []  # this thread's times: (number of the mark, (had a CPU, waited for one))
         self.every = 1  # so many steps share an event
         self.stock = 0  # batches that a loader's workers have prepared while the first steps were slow
@@ -133,16 +133,18 @@ class Measuring:
         self.hastily = hastily
         self.marks, self.events, self.own = [], [], []
         if self.measures_cpu and self.timed_by_gpu and self.least >= USUAL:
-            self.alone_us, (few, many) = [], ALONE
-            self.alone = max(few, min(many, int(ALONE_S / max(self.usual, 1e-6))))
+            self.alone_us, self.alone = [], True
             self._begin_alone()
+            self.alone_until = self.alone_began + ALONE_S
         else:
             self._begin_marks()
 
     def _ended_alone(self):
-        self.alone_us.append((time.perf_counter() - self.alone_began) * 1e6)
+        now = time.perf_counter()
+        self.alone_us.append((now - self.alone_began) * 1e6)
         self.counted += 1
-        self.alone -= 1
+        few, many = ALONE
+        self.alone = len(self.alone_us) < (few if now > self.alone_until else many)
         self._begin_alone() if self.alone else self._begin_marks()
 
     def _begin_alone(self):
