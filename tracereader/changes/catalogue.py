@@ -22,14 +22,14 @@ from tracereader.changes import (
 )
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
-from tracereader.changes.opportunity import CPU_ERROR, Opportunity, is_worth_showing, priced, worth_showing
+from tracereader.changes.opportunity import Opportunity, is_worth_showing, priced, worth_showing
 from tracereader.changes.vetoes import VETOES
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.users_code import function_around, users_frames
 from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.finding import duration, listed
-from tracereader.findings.recording import changes_the_regime, unexplained_us
+from tracereader.findings.recording import CPU_ERROR, changes_the_regime, unexplained_us
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace, Work

@@ -102,13 +102,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def unprofiled(self) -> Unprofiled | None:
         """Return the step without the profiler; None if the run did not measure it.
 
-        Where the GPU's work limits the recorded step, that time does not show how much CPU time it needs. If the run
-        did not measure it either, it is the middle of the estimate then, if that is less.
+        Where the GPU's work limits the step, that time does not show how much CPU time it needs. That is the middle of
+        the estimate then, if it is less: see cpu_shares().
         """
         known, limit = self._measured, limit_without(self.summary)
-        if known is not None and limit == "gpu":
-            return self._measured_with(min(known.factor, self.summary.unprofiled_cpu_us / self.graph.cpu_us))
-        if known is None or limit or not self._hides_cpu_time:
+        if known is None or limit == "overhead" or not (limit or self._hides_cpu_time):
             return known
         middle = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
         return msgspec.structs.replace(self._measured_with(middle), is_middle=True)
@@ -133,14 +131,14 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         That is a step which the GPU limits, or which the CPU limits only while it is recorded: with little CPU time it
         would take as long.
         """
-        known = self._measured
+        known, limit = self._measured, limit_without(self.summary)
         shows_neither = self._hides_cpu_time or changes_the_regime(self.summary)
-        if known is None or limit_without(self.summary) or not shows_neither:
+        if known is None or limit == "overhead" or not shows_neither:
             return ()
-        if known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ON_THE_GPU) * known.step_us:
+        if limit is None and known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ON_THE_GPU) * known.step_us:
             return ()
         least, most = cpu_shares(self.summary, self.graph.cpu_us)
-        if self._hides_cpu_time:
+        if limit or self._hides_cpu_time:
             return tuple(self._measured_with(min(share, known.factor)) for share in (least, most))
         most = min(most, known.step_us / self.graph.cpu_us)
         return tuple(Unprofiled(known.step_us, share, known.scale) for share in (min(least, most), most))

@@ -10,11 +10,10 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import cpu_factor, step_us_at
 from tracereader.replay.recorded import TOLERANCE
 
-# An estimated range reaches the first share beyond the replayed savings at both ends of the estimate. Where the CPU
-# limits, the step after the change may take the second share more or less, because two processes of the same program
-# alone differ by up to 30%: also if the step without the profiler is known, since that is one process. It is no bound:
-# some measured savings lie outside (benchmarks/scoreboard.py counts them).
-REPLAY_ERROR, CPU_ERROR = 0.02, 0.2
+# An estimated range reaches this share beyond the replayed savings at both ends of the estimate. Where the CPU limits,
+# the step after the change may also take CPU_ERROR more or less, even if the step without the profiler is known, since
+# that is one process. It is no bound: some measured savings lie outside (benchmarks/scoreboard.py counts them).
+REPLAY_ERROR = 0.02
 # What a program may not be able to do stands among the changes as if it saved this share of what it saves.
 CONDITIONAL = 0.5
 

@@ -23,6 +23,7 @@ COMPUTES_MUCH = 0.25
 SOME_IDLE = 0.03
 # What takes this share of a step limits it. Of 25 programs on an H200, the CPU needed up to 69%, or 94% and more.
 NEEDS_ALL = 0.9
+CPU_ERROR = 0.2  # the share by which the CPU time of two processes of one program differs: up to 30%
 IDLE_LESS = "Without the profiler, launches are faster and the GPU is probably idle for less time."
 
 
@@ -81,8 +82,11 @@ def recording_matters(summary: Summary) -> bool:
 def cpu_shares(summary: Summary, cpu_us: float) -> tuple[float, float]:
     """Return the estimated range of the share of a step's CPU time that is needed without the profiler.
 
-    cpu_us: the step's CPU time while it is recorded, without waits for the GPU.
+    cpu_us: the step's CPU time while it is recorded, without waits for the GPU. If the run measured the other time and
+    the GPU limits the step, the range is that of two processes.
     """
+    if limit_without(summary) == "gpu":
+        return tuple(summary.unprofiled_cpu_us / cpu_us * (1 + error) for error in (-CPU_ERROR, CPU_ERROR))
     least, most = _costs_us(summary)
     return max(1 / MOST_TIMES, 1 - most / cpu_us), max(1 / MOST_TIMES, 1 - least / cpu_us)
 
