@@ -529,7 +529,9 @@ def test_short_steps_that_are_timed_by_a_gpu_share_events(step_s, every):
     assert one.finish() == pytest.approx([2e6 * step_s] * (300 - 300 % one.every), rel=1e-3)
 
 
-@pytest.mark.parametrize(("step_s", "least", "alone"), [(1e-3, 10, 20), (10e-3, 10, 6), (1, 10, 3), (1e-3, 3, 0)])
+@pytest.mark.parametrize(
+    ("step_s", "least", "alone"), [(1e-3, 10, 20), (10e-3, 10, 6), (0.3, 10, 3), (1, 10, 3), (1e-3, 3, 0)]
+)
 def test_the_cpus_time_for_a_step_is_measured_while_the_gpu_is_idle_at_its_beginning(step_s, least, alone):
     """The CPU's clock shows it, because the step does not wait for the GPU. The other steps are timed by the GPU."""
     one, clock = measuring(step_s, cuda=Cuda, least=least, most=4 * least)
@@ -546,6 +548,12 @@ def test_the_cpus_time_for_a_step_is_measured_while_the_gpu_is_idle_at_its_begin
     assert count >= min(5, least - (3 if alone else 0))  # five seconds are enough
     assert one.finish() == pytest.approx([2e6 * step_s] * (count - count % one.every), rel=1e-3)
     assert one.steps == before + alone + count
+    one.measures_cpu = False  # as after the recording: all of the steps are timed then
+    one.begin()
+    for number in range(1, least + 1):
+        clock.now += step_s
+        one.ended()
+        assert not one.enough or number == least or number * step_s > 4
 
 
 def test_losing_the_cpu_at_equal_distances_makes_no_period():

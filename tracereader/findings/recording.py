@@ -23,7 +23,7 @@ COMPUTES_MUCH = 0.25
 SOME_IDLE = 0.03
 # What takes this share of a step limits it. Of 25 programs on an H200, the CPU needed up to 69%, or 94% and more.
 NEEDS_ALL = 0.9
-CPU_ERROR = 0.2  # the share by which the CPU time of two processes of one program differs: up to 30%
+CPU_ERROR = 0.2  # the share that is allowed for the CPU times of two processes, which differ by up to 30%
 IDLE_LESS = "Without the profiler, launches are faster and the GPU is probably idle for less time."
 
 
@@ -82,8 +82,8 @@ def recording_matters(summary: Summary) -> bool:
 def cpu_shares(summary: Summary, cpu_us: float) -> tuple[float, float]:
     """Return the estimated range of the share of a step's CPU time that is needed without the profiler.
 
-    cpu_us: the step's CPU time while it is recorded, without waits for the GPU. If the run measured the other time and
-    the GPU limits the step, the range is that of two processes.
+    cpu_us: the step's CPU time while it is recorded, without waits for the GPU. If the run measured the CPU time of a
+    step that the GPU limits, the range is CPU_ERROR around it.
     """
     if limit_without(summary) == "gpu":
         return tuple(summary.unprofiled_cpu_us / cpu_us * (1 + error) for error in (-CPU_ERROR, CPU_ERROR))
@@ -156,7 +156,7 @@ def measured(busy_us: float, step_us: float, limit: str | None = None, cpu_us: f
     limit: see limit_without(). If it is None, the GPU's time alone decides the word.
     """
     word = f"still {WORDS['overhead']}" if _much_idle(busy_us, step_us, limit) else WORDS["gpu"]
-    needs = f" and the CPU needs {'all of it' if limit == 'overhead' else duration(cpu_us or 0)}" if limit else ""
+    needs = f" and the CPU needs {'all of it' if limit == 'overhead' else duration(cpu_us)}" if limit else ""
     busy = f"{duration(busy_us)} ({busy_us / step_us:.0%}){needs}"
     return f"Without the profiler the step takes {duration(step_us)}, of which the GPU is busy {busy}: {word}."
 

@@ -513,8 +513,8 @@ FIRST = 0.1  # predicted savings of this share of the step decide the order
 def in_order(candidates: Iterable[Candidate], predicted: Mapping[str, float]) -> list[Candidate]:
     """Return the candidates in the order in which they are tried: what a recording predicts to save much comes first.
 
-    The others follow, those that usually save most first. Of several that compile, all but the first come last: they
-    take long, and only one of them can be made.
+    The others follow, those that usually save most first. Of several that compile, all but the first come last, in that
+    order: they take long, and only one of them can be made.
 
     predicted: the share of the step that each of read-trace's changes is predicted to save, by its id.
     """

@@ -164,7 +164,7 @@ class Measuring:
         count = len(self.marks) - 1
         if count < 3:
             return False
-        least = self.least - ALONE[0] * bool(self.alone_us)  # a program may end soon
+        least = self.least - ALONE[0] * bool(self.measures_cpu and self.alone_us)  # a program may end soon
         seconds = self.marks[-1] - self.marks[0]
         if self.slow_us is not None and count == max(STEADY, self.stock) and self._is_slow(self.without_others()):
             return True

@@ -247,8 +247,7 @@ class Steps:
                 fast.clear()
             busy.inside = True
             # A program may keep our method after we have left.
-            watch = watches.get(kind)
-            hidden = usual and self._one_thread_calls() and kind.__call__ is watch
+            hidden = usual and self._one_thread_calls() and kind.__call__ is watches.get(kind)
             if hidden:
                 kind.__call__ = usual
             counts = not fast
@@ -266,7 +265,7 @@ class Steps:
                     inside.pop()
                     self.inside_s += clock() - began
                 if hidden and kind in self.classes and kind.__call__ is usual:
-                    kind.__call__ = watch
+                    kind.__call__ = watches[kind]
             if fast and backward() == NO_BACKWARD and fast[1]():
                 self.others = 0
             else:
