@@ -164,12 +164,12 @@ def test_where_the_run_measured_the_cpus_time_the_range_of_a_saving_is_narrower(
 @pytest.mark.parametrize(
     ("of_cpu", "of_gpu", "waits", "limit", "said"),
     [
-        (0.6, 0.95, True, "gpu", "GPU is busy 950.0 µs (95%) and the CPU needs 600.0 µs: GPU-bound."),
-        (0.95, 0.7, False, "overhead", "GPU is busy 700.0 µs (70%) and the CPU needs all of it: still overhead-bound."),
-        (0.95, 0.7, True, None, "GPU is busy 700.0 µs (70%): GPU-bound."),  # it may wait for the GPU
-        (0.95, 0.95, False, None, "GPU is busy 950.0 µs (95%): GPU-bound."),
-        (0.6, 0.7, False, None, "GPU is busy 700.0 µs (70%): GPU-bound."),
-        (None, 0.7, False, None, "GPU is busy 700.0 µs (70%): GPU-bound."),
+        (0.6, 0.95, True, "gpu", "950.0 µs (95%) and the CPU needs 600.0 µs: GPU-bound."),
+        (0.95, 0.7, False, "overhead", "700.0 µs (70%) and the CPU needs nearly all: still overhead-bound."),
+        (0.95, 0.7, True, None, "700.0 µs (70%): GPU-bound."),  # it may wait for the GPU
+        (0.95, 0.95, False, None, "950.0 µs (95%): GPU-bound."),
+        (0.6, 0.7, False, None, "700.0 µs (70%): GPU-bound."),
+        (None, 0.7, False, None, "700.0 µs (70%): GPU-bound."),
     ],
 )
 def test_what_takes_nearly_all_of_a_step_limits_it_without_the_profiler(of_cpu, of_gpu, waits, limit, said):
@@ -181,7 +181,8 @@ def test_what_takes_nearly_all_of_a_step_limits_it_without_the_profiler(of_cpu, 
     )  # fmt: skip
     assert recordings.limit_without(summary) == limit
     assert recordings.changes_the_regime(summary) == (limit != "overhead")
-    assert recordings.unprofiled(summary) == f"Without the profiler the step takes 1.0 ms, of which the {said}"
+    told = f"Without the profiler the step takes 1.0 ms, of which the GPU is busy {said}"
+    assert recordings.unprofiled(summary) == told
 
 
 @pytest.mark.parametrize(("times", "shows_it"), [(1.04, False), (1.15, True)])

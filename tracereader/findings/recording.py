@@ -156,7 +156,7 @@ def measured(busy_us: float, step_us: float, limit: str | None = None, cpu_us: f
     limit: see limit_without(). If it is None, the GPU's time alone decides the word.
     """
     word = f"still {WORDS['overhead']}" if _much_idle(busy_us, step_us, limit) else WORDS["gpu"]
-    needs = f" and the CPU needs {'all of it' if limit == 'overhead' else duration(cpu_us)}" if limit else ""
+    needs = f" and the CPU needs {'nearly all' if limit == 'overhead' else duration(cpu_us)}" if limit else ""
     busy = f"{duration(busy_us)} ({busy_us / step_us:.0%}){needs}"
     return f"Without the profiler the step takes {duration(step_us)}, of which the GPU is busy {busy}: {word}."
 
