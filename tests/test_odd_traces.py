@@ -1,8 +1,11 @@
 """Traces that are odd but valid: annotations on several threads, steps of no length, a device without a number."""
 
+import contextlib
 import gzip
 import json
 import signal
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -181,6 +184,44 @@ def test_a_delayed_signal_arrives_even_if_the_body_fails():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == ["now"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_a_finalizer_is_raised_after_it(number):
+    """Python drops the exception there, so that the program would go on."""
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    hook = sys.unraisablehook
+    with handled_as_by_default(number), pytest.raises((KeyboardInterrupt, interrupts.Ended)), interrupts.raised():
+        Finalized()
+        time.sleep(60)
+        pytest.fail("the signal was lost")
+    assert sys.unraisablehook is hook
+
+
+def test_other_exceptions_of_a_finalizer_are_said_as_usual(monkeypatch):
+    class Finalized:
+        def __del__(self):
+            raise ValueError("in a finalizer")
+
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with interrupts.raised():
+        Finalized()
+    assert len(said) == 1
+
+
+@contextlib.contextmanager
+def handled_as_by_default(number):
+    """Answer this signal in this test, even if the tests run in a program that ignores it."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def test_torchs_own_annotations_are_not_the_steps_annotation(written):

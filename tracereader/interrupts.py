@@ -5,11 +5,13 @@ have to pass through the code that is running, and imports, the profiler and tor
 The handler first undoes what would be left behind.
 """
 
+import _thread
 import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -118,9 +120,36 @@ def not_ending() -> contextlib.AbstractContextManager:
     return _ending
 
 
-def raised() -> contextlib.AbstractContextManager[None]:
-    """Make signals raise KeyboardInterrupt or Ended inside this context."""
-    return handled_by(_raise)
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Make signals raise KeyboardInterrupt or Ended inside this context.
+
+    Python drops an exception from a finalizer, a callback of the garbage collector or a hook of os.fork(). The signal
+    is sent again then.
+    """
+    before = sys.unraisablehook
+
+    def again(dropped) -> None:
+        if isinstance(dropped.exc_value, (KeyboardInterrupt, Ended)):
+            # Not a threading.Thread, because the code that was interrupted may hold the lock that starting one takes.
+            _thread.start_new_thread(_send_soon, (getattr(dropped.exc_value, "number", signal.SIGINT),))
+        else:
+            before(dropped)
+
+    sys.unraisablehook = again
+    try:
+        with handled_by(_raise):
+            yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _send_soon(number: int) -> None:
+    time.sleep(0.01)
+    if hasattr(signal, "pthread_kill"):  # which also ends a wait of the main thread
+        signal.pthread_kill(threading.main_thread().ident, number)
+    else:
+        signal.raise_signal(number)
 
 
 @contextlib.contextmanager
