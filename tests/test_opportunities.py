@@ -23,7 +23,6 @@ from tracereader.changes.context import Case
 from tracereader.changes.copies import overlap_copies
 from tracereader.changes.fusion import fuse_pointwise
 from tracereader.changes.graphs import cuda_graph
-from tracereader.changes.layout import layout_copies
 from tracereader.changes.opportunity import Opportunity, Proposal, priced, worth_showing
 from tracereader.changes.waits import remove_sync
 from tracereader.command import DEFAULT_LIMIT
@@ -280,10 +279,10 @@ def test_opportunities_are_sorted_and_make_no_step_longer(file):
 
 
 def test_a_saving_that_recording_hides_is_shown():
-    """While recorded, the step waits for the CPU and a fused chain saves nothing. Without the profiler it saves 11%."""
-    one = proposed("syncs/item")["fuse_pointwise"]
+    """While recorded, the step waits for the CPU and a fused chain saves nothing. Without the profiler it saves 16%."""
+    one = proposed("resnet/tf32")["fuse_pointwise"]
     assert one.saves_us < 0.02 * one.step_us
-    assert 0.05 * unprofiled_us("syncs/item") < one.unprofiled_step_us - one.unprofiled_step_us_after
+    assert 0.05 * unprofiled_us("resnet/tf32") < one.unprofiled_step_us - one.unprofiled_step_us_after
 
 
 @pytest.mark.parametrize("name", ["batch_norm/eager", "trained/eager", "syncs/item"])
@@ -676,37 +675,24 @@ def test_rows_of_activations_and_kernels_for_aligned_rows_need_no_padding(edited
     assert "align_shapes" not in edited("odd_width/odd", aligned)
 
 
-@pytest.mark.parametrize("file", [CHANGED / "attention/sdpa.json.gz", TESTS / "models/gpt2_train.json.gz"])
-def test_the_copies_of_backward_are_no_layout_copies_of_the_program(file):
-    """Autograd copies the gradients of views. The program has no call of .contiguous() there that it could drop."""
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    trace = read(file)
-    summary = summarize(trace)
-    (mark,) = (one for one in raw_steps(events) if one["name"] == f"ProfilerStep{summary.chosen.number}")
-    ops = [one for one in events if one.get("cat") == "cpu_op" and mark["ts"] <= one["ts"] < end(mark)]
-    backward = [one for one in ops if one["name"].startswith("autograd::engine")]
-    calls = {one["args"]["correlation"]: one for one in events if one.get("cat") == "cuda_runtime"}
-
-    def around(call, some):
-        return any(one["tid"] == call["tid"] and one["ts"] <= call["ts"] < end(one) for one in some)
-
-    launches = [calls[id] for one in raw_work(events, mark) if (id := one["args"]["correlation"]) in calls]
-    layout = [one for one in ops if one["name"] in ("aten::contiguous", "aten::reshape")]
-    clones = [one for one in ops if one["name"] == "aten::clone"]
-    copies = [call for call in launches if around(call, layout) and around(call, clones)]
-    forward = sum(not around(call, backward) for call in copies)
-    assert forward < len(copies)
-    found = layout_copies(Case(trace, summary, graph_of(trace)))
-    assert (found is None) is (not forward)
-    assert not forward or found.evidence.startswith(f"{forward} cop")
+@pytest.mark.parametrize("file", [
+    TESTS / "h100/strides/contiguous.json.gz", CHANGED / "decode/batch32.json.gz", TESTS / "models/gpt2_train.json.gz",
+])  # fmt: skip
+def test_a_programs_own_copies_to_another_layout_are_not_called_needless(file):
+    """Without its .contiguous() in front of attention, the first step took 7.8 ms instead of 3.5."""
+    events = raw_events(file)
+    asked = [one for one in events if one.get("name") in ("aten::contiguous", "aten::reshape")]
+    copies = [one for one in events if one.get("name") == "aten::copy_"]
+    assert any(one["tid"] == op["tid"] and op["ts"] <= one["ts"] < end(op) for one in copies for op in asked)
+    assert "layout_copies" not in of_a_committed_trace(file)
 
 
-def test_copies_in_front_of_a_normalization_that_needs_the_contiguous_layout_are_named_as_such():
-    """No .contiguous() of the program makes them. The contiguous recording has none of them, and takes 5.8 ms."""
+def test_copies_of_a_normalization_that_needs_the_contiguous_layout_are_named():
+    """The contiguous recording has none of them, and takes 5.8 ms. Convolutions copy back behind them."""
     one = proposed("unet/channels_last")["layout_copies"]
-    assert "24 copies" in one.evidence and "aten::group_norm" in one.how and "drop" not in one.how
+    assert "24 copies" in one.evidence and "aten::group_norm" in one.how and "convolution" not in one.how
     assert 0.7 < one.step_us_after / recorded_us("unet/contiguous") < 1.3
-    assert "drop .contiguous()" in proposed("decode/batch32")["layout_copies"].how
+    assert "layout_copies" not in proposed("unet/contiguous")
 
 
 def conversions_us(file: Path | str) -> list[float]:
