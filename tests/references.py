@@ -115,6 +115,7 @@ PREDICTED = [
     ("bert/eager", "cuda_graph", "bert/graph"),
     ("lstm/cells", "cuda_graph", "lstm/graph"),
     ("images/eager", "cuda_graph", "images/graph"),
+    ("images/eager", "fuse_pointwise", "images/compile"),
     ("unet/contiguous", "fuse_pointwise", "unet/compile"),
     ("llama/sdpa", "fuse_pointwise", "llama/compile"),
     ("trained/eager", "fuse_pointwise", "trained/compile"),

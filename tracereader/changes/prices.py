@@ -21,6 +21,9 @@ OPTIMIZER_STEP, FUSED_TENSOR = 75, 0.8
 FOREACH_TENSOR = 4
 # A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
 SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
+# A call of compiled code besides its kernels: 2 to 27, 44 and 180 for models of 150 and 311 parameters (seven
+# recordings).
+REGION = 15
 # A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
 PASS = 100
 
