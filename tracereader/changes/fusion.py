@@ -212,17 +212,18 @@ def _with_compiled_calls(
     in_chains |= {id(work) for work, op in model if any(id(above) in of_chains for above in op.above())}
     groups = [chain for chain, _ in chains]
     groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
+    call = prices.CALL if case.trace.trains else prices.INFERENCE_CALL
     launches = defaultdict(float, {work: 0.0 for work, _ in model})  # the CPU time that is added before each of them
     for group in groups:
         if launched := [work for work in group if work.launch is not None]:
-            launches[min(launched, key=lambda work: work.launch.start)] += prices.CALL
+            launches[min(launched, key=lambda work: work.launch.start)] += call
     if model:  # compiled code ends where it waits
         first, last = (model[place][0].launch.start for place in (0, -1))
         breaks = sum(first < wait.start < last for wait in host(case.step).waits)
         launches[model[0][0]] += prices.REGION * (1 + breaks)
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         if id(op) in compiled:
-            launches[work] += prices.CALL * _more_kernels(op, kernels[id(op)], case.trace.trains)
+            launches[work] += call * _more_kernels(op, kernels[id(op)], case.trace.trains)
         else:
             launches[work] += prices.AROUND
     of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
