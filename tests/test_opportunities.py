@@ -152,7 +152,7 @@ def test_working_in_place_predicts_the_step_recorded_without_the_copy():
 @pytest.mark.exhaustive
 def test_expanded_keys_are_named_once():
     found = of_a_committed_trace(TESTS / "models/qwen3_decode_eager.json.gz")
-    assert "56 copies" in found["shared_keys"].evidence and "layout_copies" not in found
+    assert "56 copies" in found["shared_keys"].evidence
 
 
 def test_stacks_name_the_functions_of_python_between_ops(tmp_path):
@@ -673,26 +673,6 @@ def test_rows_of_activations_and_kernels_for_aligned_rows_need_no_padding(edited
     assert "align_shapes" not in edited("odd_width/odd", swapped)
     aligned = renamed("_align1", "_align8")
     assert "align_shapes" not in edited("odd_width/odd", aligned)
-
-
-@pytest.mark.parametrize("file", [
-    TESTS / "h100/strides/contiguous.json.gz", CHANGED / "decode/batch32.json.gz", TESTS / "models/gpt2_train.json.gz",
-])  # fmt: skip
-def test_a_programs_own_copies_to_another_layout_are_not_called_needless(file):
-    """Without its .contiguous() in front of attention, the first step took 7.8 ms instead of 3.5."""
-    events = raw_events(file)
-    asked = [one for one in events if one.get("name") in ("aten::contiguous", "aten::reshape")]
-    copies = [one for one in events if one.get("name") == "aten::copy_"]
-    assert any(one["tid"] == op["tid"] and op["ts"] <= one["ts"] < end(op) for one in copies for op in asked)
-    assert "layout_copies" not in of_a_committed_trace(file)
-
-
-def test_copies_of_a_normalization_that_needs_the_contiguous_layout_are_named():
-    """The contiguous recording has none of them, and takes 5.8 ms. Convolutions copy back behind them."""
-    one = proposed("unet/channels_last")["layout_copies"]
-    assert "24 copies" in one.evidence and "aten::group_norm" in one.how and "convolution" not in one.how
-    assert 0.7 < one.step_us_after / recorded_us("unet/contiguous") < 1.3
-    assert "layout_copies" not in proposed("unet/contiguous")
 
 
 def conversions_us(file: Path | str) -> list[float]:

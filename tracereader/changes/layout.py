@@ -1,7 +1,6 @@
-"""Changes of tensors' shapes and layouts: alignment, channels_last, and copies in front of normalizations."""
+"""Changes of tensors' shapes and layouts: alignment, channels_last, and work in place."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 
 from tracereader.changes import prices
@@ -16,7 +15,7 @@ from tracereader.figures.phases import in_backward
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import with_durations, without_ops, without_work
 from tracereader.trace import Op, Work
-from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
+from tracereader.trace.op_names import BATCHED
 from tracereader.two_runs.faster import share_in_common
 from tracereader.two_runs.same_work import (
     LEFT,
@@ -139,50 +138,6 @@ def _channels_last_layout(ops: Iterable[Op]) -> tuple[str, str] | None:
     if 5 in ranks:
         return "channels_last_3d", "volumes"
     return ("channels_last", "images") if 4 in ranks or not ranks else None
-
-
-def _follows_layout_copies(before: Side, after: Side) -> bool:
-    """At most half of the copy kernels remain, and the other kernels are the same."""
-    rows = [side.summary.kernels_of_step for side in (before, after)]
-    copies = [sum(one.family == "copy" for one in some) for some in rows]
-    others = [Counter(one.name for one in some if one.family not in ("copy", "memset")) for some in rows]
-    return copies[1] <= LEFT * copies[0] and copies[1] < copies[0] and others[0] == others[1]
-
-
-@change(
-    "keep tensors contiguous for normalizations",
-    "what comes before takes as long",
-    followed=_follows_layout_copies,
-    keys=("channels_last",),
-)
-def layout_copies(case: Case) -> Proposal | None:
-    """Return a proposal against the copies of images in front of group and instance normalizations, and behind them.
-
-    Other copies of a program are not named, because what reads them may need them: without .contiguous() in front of
-    attention, a step of 3.5 ms took 7.8 (strides).
-    """
-    found = [
-        (work, one, name)
-        for work, one, op in case.activities
-        if op is not None and op.name == "aten::copy_" and (name := _reader(op))
-    ]
-    names = sorted({name for *_, name in found})
-    norms = [name for name in names if name in NEED_CONTIGUOUS]
-    if not norms:
-        return None
-    return Proposal(
-        without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, *_ in found), 0.0))),
-        f"{counted(len(found), 'copy', 'copies')} to another layout in {listed(names)}: "
-        f"{duration(sum(one.us for _, one, _ in found))}",
-        f"keep tensors contiguous where {listed(norms)} reads them, which copies its input otherwise",
-    )
-
-
-def _reader(op: Op) -> str:
-    """Return the normalization or convolution that copies its input here to another layout; "" without one."""
-    if len({tensor.type for tensor in op.inputs.tensors}) > 1:
-        return ""  # a cast
-    return next((one.name for one in op.above() if one.name in (*NEED_CONTIGUOUS, "aten::convolution")), "")
 
 
 def _follows_in_place(before: Side, after: Side) -> bool:
