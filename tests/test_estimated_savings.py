@@ -203,7 +203,7 @@ def test_there_is_no_estimate_where_recording_hides_nothing():
     assert found and all(one.estimated_savings is None for one in found.values())
 
 
-def test_a_compiled_step_may_not_be_gpu_bound():
+def test_a_compiled_step_may_be_limited_by_the_cpu():
     low, high = found_by_estimate("trained/eager")["fuse_pointwise"].estimated_savings
     assert low <= 1 - unprofiled_us("trained/compile") / unprofiled_us("trained/eager") <= high
 

@@ -127,29 +127,35 @@ def raised() -> Iterator[None]:
     Python drops an exception from a finalizer, a callback of the garbage collector or a hook of os.fork(). The signal
     is sent again then.
     """
-    before = sys.unraisablehook
+    before, dropped = sys.unraisablehook, []
 
-    def again(dropped) -> None:
-        if isinstance(dropped.exc_value, (KeyboardInterrupt, Ended)):
+    def again(lost) -> None:
+        if isinstance(lost.exc_value, (KeyboardInterrupt, Ended)):
+            dropped.append(getattr(lost.exc_value, "number", signal.SIGINT))
             # Not a threading.Thread, because the code that was interrupted may hold the lock that starting one takes.
-            _thread.start_new_thread(_send_soon, (getattr(dropped.exc_value, "number", signal.SIGINT),))
+            _thread.start_new_thread(_send_soon, (dropped,))
         else:
-            before(dropped)
+            before(lost)
 
-    sys.unraisablehook = again
-    try:
-        with handled_by(_raise):
+    with handled_by(_raise):
+        if threading.current_thread() is threading.main_thread():
+            sys.unraisablehook = again
+        try:
             yield
-    finally:
-        sys.unraisablehook = before
+            while dropped:  # it arrives in here
+                time.sleep(0.01)
+        finally:
+            if sys.unraisablehook is again:
+                sys.unraisablehook = before
 
 
-def _send_soon(number: int) -> None:
+def _send_soon(numbers: list[int]) -> None:
     time.sleep(0.01)
     if hasattr(signal, "pthread_kill"):  # which also ends a wait of the main thread
-        signal.pthread_kill(threading.main_thread().ident, number)
+        signal.pthread_kill(threading.main_thread().ident, numbers[0])
     else:
-        signal.raise_signal(number)
+        signal.raise_signal(numbers[0])
+    numbers.pop(0)
 
 
 @contextlib.contextmanager

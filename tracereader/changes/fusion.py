@@ -2,6 +2,7 @@
 
 import math
 import re
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
@@ -17,6 +18,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.changes.precision import follows_half_precision, follows_tf32
 from tracereader.changes.roofline import moving_us
 from tracereader.changes.vetoes import BATCH_NORM, has_batch_norms_of_volumes
+from tracereader.figures.attention import attention_calls
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.pace import PAUSE_US, with_a_middle
@@ -30,7 +32,7 @@ from tracereader.trace.families import FUSABLE
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import minus, union
 from tracereader.trace.labels import ACCUMULATES, COMPILING, INDUCTORS_CALL, LOADER, LOOKUP, OPTIMIZERS, WRAPPERS
-from tracereader.trace.op_names import FOREACH, OF_UNKNOWN_SIZE
+from tracereader.trace.op_names import FOREACH, OF_UNKNOWN_SIZE, SOFTMAX
 from tracereader.trace.types import Inputs
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import ALMOST
@@ -67,8 +69,7 @@ NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 GROUPED_PRODUCTS = "grouped_mm"
-# Ops of PyTorch's encoder layers in inference, which do the work of many. Inductor's code launches as many kernels: a
-# vision transformer on an H200 took 3.0 ms before and after.
+# PyTorch's encoder layers in inference: as many kernels as compiled. On an H200, a ViT took 3.0 ms before and after.
 OF_MANY_KERNELS = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}.__contains__
 
 
@@ -88,7 +89,7 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
 
 @change(
     "fuse pointwise kernels with torch.compile",
-    "a chain takes as long as its longest kernel; compiled calls replace the CPU time of training's ops",
+    "a chain takes as long as its longest kernel; compiled calls replace the CPU time of the model's ops",
     followed=_follows_fuse_pointwise,
     keys=("compile_reduce_overhead", "compile", "compile_max_autotune"),
 )
@@ -128,7 +129,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if saves_calls:
         graph = _with_compiled_calls(case, of_the_model, eager, in_typical)
         saved_us = case.graph.cpu_us - graph.cpu_us
-    else:  # no CPU time is saved: guards, or the calls of compiled batch norms, cost about as much as the removed ops
+    else:  # no CPU time is saved
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
             times |= {first: us, **dict.fromkeys(rest, 0.0)}
@@ -188,7 +189,7 @@ def _share_in_the_loss(case: Case, chains: Sequence[tuple[list[Entry], float]]) 
 def _with_compiled_calls(
     case: Case, of_the_model: Sequence[Entry], eager: Container[int], chains: Sequence[tuple[list[Work], float]]
 ) -> Graph:
-    """Return the graph of a training step whose model is compiled.
+    """Return the graph of a step whose model is compiled.
 
     Triton kernels replace each chain and each other kernel that can be fused. Inductor's code calls the model's other
     ops. What the threads do between these calls is gone: modules, views, and autograd's engine. eager: the ids of the
@@ -207,7 +208,7 @@ def _with_compiled_calls(
     compiled = {id(op) for work, op in model if id(work) in eager} - called
     kernels = Counter(id(op) for work, op in model if work.kind == "kernel")
     in_chains = {id(one) for chain, _ in chains for one in chain}
-    # What an op of a chain calls is in the chain's kernel, too.
+    # What an op of a chain calls is not called any more. Its GPU time stays in the prediction.
     of_chains = {id(op) for work, op in model if id(work) in in_chains}
     in_chains |= {id(work) for work, op in model if any(id(above) in of_chains for above in op.above())}
     groups = [chain for chain, _ in chains]
@@ -217,13 +218,13 @@ def _with_compiled_calls(
     for group in groups:
         if launched := [work for work in group if work.launch is not None]:
             launches[min(launched, key=lambda work: work.launch.start)] += call
-    if model:  # compiled code ends where it waits
-        first, last = (model[place][0].launch.start for place in (0, -1))
-        breaks = sum(first < wait.start < last for wait in host(case.step).waits)
-        launches[model[0][0]] += prices.REGION * (1 + breaks)
+    if model:  # compiled code ends where it waits, at most once between two launches
+        starts = sorted([work.launch.start for work, _ in model])
+        breaks = {bisect(starts, wait.start) for wait in host(case.step).waits} - {0, len(starts)}
+        launches[model[0][0]] += prices.REGION * (1 + len(breaks))
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         if id(op) in compiled:
-            launches[work] += call * _more_kernels(op, kernels[id(op)], case.trace.trains)
+            launches[work] += call * (_more_kernels(op, kernels[id(op)]) if case.trace.trains else 0)
         else:
             launches[work] += prices.AROUND
     of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
@@ -267,22 +268,23 @@ def _is_in_compiled_code(case: Case, op: Op | None) -> bool:
     return case.calls_inductor and op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
 
 
-def _more_kernels(op: Op, kernels: int, in_training: bool) -> int:
-    """Return how many more kernels a compiled op has. kernels: those that eager's op launches."""
+def _more_kernels(op: Op, kernels: int) -> int:
+    """Return how many more kernels a compiled op of training has. kernels: those that eager's op launches."""
     if NORM_BACKWARD.search(op.name):
         return max(0, prices.NORM_BACKWARD_KERNELS - kernels)
-    return max(0, prices.BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name and in_training else 0
+    return max(0, prices.BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
 
 
 def _has_calls_to_save(case: Case) -> bool:
-    """Return whether compiled code makes fewer calls than this step. Keys that grow with each token prevent it."""
+    """Return whether compiled code makes fewer calls than this step. While keys or tokens grow, it does not."""
     grows = case.growing_keys is not None or case.recomputed_tokens is not None
-    return not (
-        case.summary.launches_graphs or grows or case.has(OF_MANY_KERNELS) or _has_outputs_of_unknown_size(case)
-    )
+    # Only the shapes of several steps show that they do not grow.
+    if not case.trace.trains and (case.is_single or not case.summary.source.shapes_recorded):
+        grows = bool(attention_calls(case.step)) or case.has(SOFTMAX.__eq__)
+    return not (grows or case.summary.launches_graphs or case.has(OF_MANY_KERNELS) or _has_unknown_sizes(case))
 
 
-def _has_outputs_of_unknown_size(case: Case) -> bool:
+def _has_unknown_sizes(case: Case) -> bool:
     """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it.
 
     Without a kernel for its types, the product of groups reads the sizes of the groups on the CPU.

@@ -149,9 +149,7 @@ def _follows_in_place(before: Side, after: Side) -> bool:
 @change("work in place", "nothing else reads the tensor that is overwritten", followed=_follows_in_place)
 def in_place(case: Case) -> Proposal | None:
     """Return a proposal to work in place, except in training, where a gradient may need the input."""
-    if case.trace.trains:
-        return None
-    if not case.has("aten::clone".__eq__):
+    if case.trace.trains or not case.has("aten::clone".__eq__):
         return None
     clones, typical = case.in_each_step(cloned_inputs)
     if not typical:

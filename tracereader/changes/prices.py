@@ -7,11 +7,10 @@ of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` 
 
 # CPU time in launches (Case.launch_us: the lower quartile of the step's own calls that launch a kernel), because CPUs
 # differ.
-# A call through Python that ends in a launch. A Triton kernel's takes 5.4 to 8.8 (17 recordings on two machines), an
-# optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
-CALL = 8.5
-# The same in inference: 5 to 7.6 (six recordings on two machines).
-INFERENCE_CALL = 7
+# A call through Python that ends in a launch. A Triton kernel's takes 5.4 to 8.8 (17 recordings on two machines), in
+# inference 5 to 7.6 (six), an optimizer's for one group of parameters 8 to 10. These are near the slowest, because a
+# gain that does not come is worse.
+CALL, INFERENCE_CALL = 8.5, 7
 # The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
 # for a parameter.
 AROUND = 2
@@ -23,8 +22,8 @@ OPTIMIZER_STEP, FUSED_TENSOR = 75, 0.8
 FOREACH_TENSOR = 4
 # A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
 SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
-# A call of compiled code besides its kernels: 2 to 27, 44 and 180 for models of 150 and 311 parameters (seven
-# recordings).
+# A call of compiled code besides its kernels, for each step and each wait inside the model: 2 to 27 in five recordings,
+# 44 and 180 for models of 150 and 311 parameters.
 REGION = 15
 # A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
 PASS = 100
