@@ -213,18 +213,17 @@ def _with_compiled_calls(
     in_chains |= {id(work) for work, op in model if any(id(above) in of_chains for above in op.above())}
     groups = [chain for chain, _ in chains]
     groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
-    call = prices.CALL if case.trace.trains else prices.INFERENCE_CALL
     launches = defaultdict(float, {work: 0.0 for work, _ in model})  # the CPU time that is added before each of them
     for group in groups:
         if launched := [work for work in group if work.launch is not None]:
-            launches[min(launched, key=lambda work: work.launch.start)] += call
+            launches[min(launched, key=lambda work: work.launch.start)] += prices.CALL
     if model:  # compiled code ends where it waits, at most once between two launches
         starts = sorted([work.launch.start for work, _ in model])
         breaks = {bisect(starts, wait.start) for wait in host(case.step).waits} - {0, len(starts)}
         launches[model[0][0]] += prices.REGION * (1 + len(breaks))
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         if id(op) in compiled:
-            launches[work] += call * (_more_kernels(op, kernels[id(op)]) if case.trace.trains else 0)
+            launches[work] += prices.CALL * (_more_kernels(op, kernels[id(op)]) if case.trace.trains else 0)
         else:
             launches[work] += prices.AROUND
     of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
@@ -277,6 +276,8 @@ def _more_kernels(op: Op, kernels: int) -> int:
 
 def _has_calls_to_save(case: Case) -> bool:
     """Return whether compiled code makes fewer calls than this step. While keys or tokens grow, it does not."""
+    if not case.trace.trains and case.summary.waits_for != "overhead":
+        return False  # if the GPU limits inference, three of four predictions were nearer without the calls
     grows = case.growing_keys is not None or case.recomputed_tokens is not None
     # Only the shapes of several steps show that they do not grow.
     if not case.trace.trains and (case.is_single or not case.summary.source.shapes_recorded):

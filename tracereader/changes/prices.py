@@ -7,10 +7,9 @@ of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` 
 
 # CPU time in launches (Case.launch_us: the lower quartile of the step's own calls that launch a kernel), because CPUs
 # differ.
-# A call through Python that ends in a launch. A Triton kernel's takes 5.4 to 8.8 (17 recordings on two machines), in
-# inference 5 to 7.6 (six), an optimizer's for one group of parameters 8 to 10. These are near the slowest, because a
-# gain that does not come is worse.
-CALL, INFERENCE_CALL = 8.5, 7
+# A call through Python that ends in a launch. A Triton kernel's takes 5.0 to 8.8 (23 recordings on two machines), an
+# optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
+CALL = 8.5
 # The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
 # for a parameter.
 AROUND = 2
