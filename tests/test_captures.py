@@ -6,6 +6,7 @@ import json
 import pytest
 from raw_events import event
 from references import H200, ROOT
+from test_later_workloads import edited
 
 from tracereader import cli
 from tracereader.changes.catalogue import opportunities
@@ -324,12 +325,13 @@ def test_a_capture_recorded_on_a_gpu_names_the_ops_of_its_replays(capture):
 def test_ops_on_lists_of_tensors_are_not_the_models_in_a_replay_either(tmp_path):
     """The ops of a graph belong to its capture's trace."""
     capture = H100 / "capture_with_stack.json.gz"
-    document = json.loads(gzip.decompress(capture.read_bytes()))
-    for one in document["traceEvents"]:
-        if one.get("name") in ("aten::add", "aten::gelu"):
-            one["name"] = "aten::_foreach_add_"
-    of_lists = tmp_path / "foreach.json"
-    of_lists.write_text(json.dumps(document))
+
+    def on_lists(events):
+        for one in events:
+            if one.get("name") in ("aten::add", "aten::gelu"):
+                one["name"] = "aten::_foreach_add_"
+
+    of_lists = edited(capture, tmp_path, on_lists)
     for given, proposed in ((capture, ["fuse_pointwise"]), (of_lists, [])):
         trace = read_with_captures(H100 / "replays.json.gz", [given])
         assert [one.change for one in opportunities(trace, summarize(trace))] == proposed

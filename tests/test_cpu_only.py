@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from raw_events import end, raw_steps
 from test_graph_changes import in_step
-from test_later_workloads import edited
+from test_later_workloads import edited, without_shapes
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
@@ -217,11 +217,6 @@ def fewer_keys(events):
     for e in events:
         if "Input Dims" in e.get("args", {}):
             e["args"]["Input Dims"] = json.loads(json.dumps(e["args"]["Input Dims"]).replace("1024", "128"))
-
-
-def without_shapes(events):
-    for e in events:
-        e.get("args", {}).pop("Input Dims", None)
 
 
 @pytest.mark.parametrize("edit", [fewer_keys, without_shapes])

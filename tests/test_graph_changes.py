@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from raw_events import end, event, raw_steps
-from test_later_workloads import case_of, edited
+from test_later_workloads import case_of, edited, without_shapes
 from test_opportunities import launch_quartile, priced_changes, raw_events
 
 from tracereader import cli
@@ -217,11 +217,6 @@ def with_a_size(events):
     for mark in raw_steps(events):
         op = next(e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::gelu")
         events.append(op | {"name": "aten::nonzero", "dur": 0.1})
-
-
-def without_shapes(events):
-    for e in events:
-        e.get("args", {}).pop("Input Dims", None)
 
 
 @pytest.mark.parametrize("edit", [with_another_op, with_a_size, without_shapes])

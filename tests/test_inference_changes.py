@@ -13,7 +13,7 @@ import pytest
 from raw_events import end, raw_steps, raw_work
 from test_cpu_only import file_of as cpu_only
 from test_cpu_only import middle_step
-from test_later_workloads import case_of, edited, ms
+from test_later_workloads import case_of, edited, ms, without_shapes
 from test_loops import file_of, predicted_and_compared, typical_step
 from test_opportunities import priced_changes, raw_events
 
@@ -180,11 +180,6 @@ def with_other_keys(events):
     for e in events:
         if e["name"] == "aten::scaled_dot_product_attention":
             e["args"]["Input Dims"][1][2] = e["args"]["Input Dims"][2][2] = 1024
-
-
-def without_shapes(events):
-    for e in events:
-        e.get("args", {}).pop("Input Dims", None)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from statistics import median
 import pytest
 from conftest import ROOT
 from raw_events import end, raw_steps
-from references import opened, recording
-from test_opportunities import raw_events
+from references import recording
+from test_later_workloads import edited, without_shapes
+from test_opportunities import priced_changes, proposed, raw_events, recorded_us
 
 from tracereader.changes import attention, copies, fusion, layout, precision, prices
 from tracereader.changes.catalogue import opportunities
@@ -196,35 +197,32 @@ def test_each_wait_in_a_compiled_model_costs_a_call_of_compiled_code(program, mo
         (one["ts"], one["name"]) for one in events
         if one.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= one["ts"] < end(mark)
     )  # fmt: skip
-    spoken = "".join(
+    order = "".join(
         "w" if name == "cudaStreamSynchronize" else "k" for _, name in calls
         if name == "cudaStreamSynchronize" or "Launch" in name
     )  # fmt: skip
-    waits = len(re.findall("kw+(?=k)", spoken))
+    waits = len(re.findall("kw+(?=k)", order))
     assert waits >= 60
     assert more == pytest.approx(15 * (1 + waits) * case.launch_us, rel=0.05)
 
 
 def test_pytorchs_own_encoder_layers_do_the_work_of_many_ops(tmp_path):
     """The vision transformer took 2.97 ms without the profiler, and 3.04 compiled."""
-    file = recording("vit/eager")
-    assert "fuse_pointwise" not in {one.change for one in opportunities(*opened(file))}
-    document = json.loads(gzip.decompress(file.read_bytes()))
-    for one in document["traceEvents"]:
-        if one.get("name") in ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"):
-            one["name"] = "aten::scaled_dot_product_attention"
-    changed = tmp_path / "changed.json"
-    changed.write_text(json.dumps(document))
-    case = case_of(changed)
-    assert "fuse_pointwise" in {one.change for one in opportunities(case.trace, case.summary)}
+
+    def of_many_ops(events):
+        for one in events:
+            if one.get("name") in ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"):
+                one["name"] = "aten::scaled_dot_product_attention"
+
+    assert "fuse_pointwise" not in proposed("vit/eager")
+    assert "fuse_pointwise" in priced_changes(edited(recording("vit/eager"), tmp_path, of_many_ops))
 
 
-def test_what_an_op_of_a_chain_calls_is_in_the_chains_kernel():
+def test_what_an_op_of_a_chain_calls_takes_no_cpu_time():
     """Each batch norm of this model launches two kernels, and copies to an output that compiled code does not write."""
     case = case_of(recording("images/eager"))
-    one = next(one for one in opportunities(case.trace, case.summary) if one.change == "fuse_pointwise")
-    compiled = case_of(recording("images/compile"))
-    assert one.step_us_after == pytest.approx(compiled.summary.recorded_step_us, rel=0.3)
+    after = proposed("images/eager")["fuse_pointwise"].step_us_after
+    assert after == pytest.approx(recorded_us("images/compile"), rel=0.3)
     copies = [op for _, _, op in case.activities if op is not None and op.name == "aten::copy_"]
     assert len(copies) == 53 and all(op.parent.name == "aten::native_batch_norm" for op in copies)
 
@@ -234,10 +232,6 @@ def test_what_an_op_of_a_chain_calls_is_in_the_chains_kernel():
 def test_compiled_code_saves_no_calls_while_the_keys_grow(name, shapes, tmp_path):
     """Without recorded shapes nothing shows that they do not grow."""
     file = ROOT / f"tests/traces/h100/{name}.json.gz"
-    if not shapes:
-        text = gzip.decompress(file.read_bytes()).replace(b'"Input Dims"', b'"Left out"')
-        file = tmp_path / "trace.json"
-        file.write_bytes(text)
-    case = case_of(file)
+    case = case_of(file if shapes else edited(file, tmp_path, without_shapes))
     proposal = fusion.fuse_pointwise(case)
     assert proposal is None or "CPU time" not in proposal.evidence
