@@ -344,21 +344,14 @@ def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
 
     fusable: the ids of these activities. All others, except memsets, end a run.
     """
-    runs: list[list[Entry]] = []
-    open_runs: dict[tuple, list] = {}
+    runs, ended = grouped(()), Counter()  # by stream and the number of runs that have ended there; that number
     for entry in case.activities:
         work = entry[0]
-        if work.kind == "memset":
-            continue
-        if id(work) not in fusable:
-            open_runs.pop(work.track, None)
-            continue
-        run = open_runs.get(work.track)
-        if run is None:
-            run = open_runs[work.track] = []
-            runs.append(run)
-        run.append(entry)
-    return runs
+        if id(work) in fusable:
+            runs[work.track, ended[work.track]].append(entry)
+        elif work.kind != "memset":
+            ended[work.track] += 1
+    return list(runs.values())
 
 
 def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:
