@@ -133,9 +133,7 @@ def no_autograd(case: Case) -> Proposal | None:
 @change(
     "use a static KV cache and CUDA graphs",
     "attention takes as long on the cache of fixed size, which has an empty part",
-    followed=lambda before, after: (
-        not graphs_launched(before) and bool(graphs_launched(after)) and same_products(before, after)
-    ),
+    followed=halved(lambda side: not graphs_launched(side), same_products),
     needs=CUDA_OR_HIP,
     keys=("static_cache",),
 )

@@ -15,7 +15,6 @@ from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, OPTIMIZER
 from tracereader.trace.op_names import ADDS
 from tracereader.two_runs.same_work import halved, same_heavy, same_products
-from tracereader.two_runs.side import Side
 
 DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward")
 # Rows of a table for each row that a step looks up. The optimizer of a vocabulary of a language model gains little.
@@ -26,16 +25,10 @@ INDEX_BACKWARD = "aten::select_backward"
 MANY_PARTS = 4  # of one tensor that are taken by their indices
 
 
-def _follows_sparse_gradients(before: Side, after: Side) -> bool:
-    """Gradients of embeddings are sparse, and the products are the same."""
-    was, now = (side.summary.training.has_sparse_gradients for side in (before, after))
-    return now and not was and same_products(before, after)
-
-
 @change(
     "give embeddings sparse gradients",
     "the optimizer's time is proportional to the number of gradients",
-    followed=_follows_sparse_gradients,
+    followed=halved(lambda side: not side.summary.training.has_sparse_gradients, same_products),
 )
 def sparse_gradients(case: Case) -> Proposal | None:
     """Return a proposal to give large tables sparse gradients. The optimizer then updates only the rows in use."""
