@@ -54,10 +54,6 @@ def by_calls(before: Side, after: Side) -> bool:
     return bool(graphs_launched(before)) == bool(graphs_launched(after))
 
 
-def heavy(side: Side) -> list[GpuWork]:
-    return [one for one in side.summary.gpu_work if one.family in ("GEMM", "convolution")]
-
-
 def same_heavy(before: Side, after: Side) -> bool:
     """Return whether kernels of the same names have most of the time of matrix products and other heavy work.
 
@@ -134,7 +130,8 @@ def newly_compiled(before: Side, after: Side) -> bool:
 
 def usual_type(side: Side) -> str | None:
     """Return the types with most of the time of products and convolutions, among kernels whose names give types."""
-    times = totals((said, one.us) for one in heavy(side) if (said := one.name_says.get("types")))
+    heavy = (one for one in side.summary.gpu_work if one.family in ("GEMM", "convolution"))
+    times = totals((said, one.us) for one in heavy if (said := one.name_says.get("types")))
     return max(times, key=times.__getitem__, default=None)
 
 
