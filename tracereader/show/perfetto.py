@@ -53,9 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != f"/{self.server.token}/done":
             self._refuse(HTTPStatus.NOT_FOUND)
             return
-        self.send_response(HTTPStatus.NO_CONTENT)
-        self.send_header("Connection", "close")
-        self.end_headers()
+        self._send(HTTPStatus.NO_CONTENT, {"Connection": "close"})
         self.server.handed_over.set()
 
     def _is_ours(self) -> bool:
@@ -76,17 +74,16 @@ class Handler(BaseHTTPRequestHandler):
         self._answer("text/html; charset=utf-8", page.encode(), {"Content-Security-Policy": own})
 
     def _answer(self, kind: str, body: bytes, more: dict[str, str]):
-        self.send_response(HTTPStatus.OK)
-        headers = {"Content-Type": kind, "Content-Length": str(len(body))} | more | PRIVATE
-        for header, value in headers.items():
-            self.send_header(header, value)
-        self.end_headers()
+        self._send(HTTPStatus.OK, {"Content-Type": kind, "Content-Length": str(len(body))} | more | PRIVATE)
         self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus):
+        self._send(status, {"Content-Length": "0", "Connection": "close"})
+
+    def _send(self, status: HTTPStatus, headers: dict[str, str]):
         self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.send_header("Connection", "close")
+        for header, value in headers.items():
+            self.send_header(header, value)
         self.end_headers()
 
     def send_error(self, code, message=None, explain=None):
