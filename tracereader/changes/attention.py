@@ -73,17 +73,11 @@ def _follows_fused_attention(before: Side, after: Side) -> bool:
     gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
     if not on_the_gpu(before, after):
         return gone and same_on_the_cpu(before, after, fused=True)
-    were, fused = (
-        [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
-        for side in (before, after)
-    )
-    scores = {
-        (one.scores.batch, one.scores.queries, one.scores.keys)
-        for one in before.summary.attention.unfused
-        if one.scores
-    }
-    sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
-    same = bool(scores & sizes) and equal_single_products(before, after)
+    # Only kernels of attention have such sizes.
+    were, fused = ([one.attention for one in side.summary.gpu_work if one.attention] for side in (before, after))
+    scores = (one.scores for one in before.summary.attention.unfused if one.scores)
+    sizes = {(one.batch * one.heads, one.queries, one.keys) for one in fused}
+    same = any((one.batch, one.queries, one.keys) in sizes for one in scores) and equal_single_products(before, after)
     return gone and len(fused) > len(were) and same and not graphs_launched(after)
 
 
