@@ -64,13 +64,8 @@ def last_logits(case: Case) -> Proposal | None:
     shape, times = head.product, {}
     for work, one, op in case.activities:
         # The casts of the logits become shorter, too.
-        of_logits = one is head or (
-            op is not None
-            and op.name in COPYING
-            and (dims := op.inputs.dims_at(0))
-            and math.prod(dims) == shape.m * shape.n
-        )
-        if of_logits:
+        cast = op.inputs.dims_at(0) if op is not None and op.name in COPYING else None
+        if one is head or (cast and math.prod(cast) == shape.m * shape.n):
             times[work] = one.us * needed / shape.m
         if one is head and one.bytes_moved and case.peaks:
             weight = one.bytes_moved * shape.k * shape.n / shape.elements

@@ -203,10 +203,8 @@ def _single_on_the_cpu(case: Case) -> Proposal | None:
 
 def _us_in_float64(side: Side) -> float:
     """Return the time (µs) of a step's GPU activities in float64, or of its ops without a GPU."""
-    work = side.summary.cpu.cpu_work
-    return sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") + sum(
-        one.us for one in work if one.type == "double"
-    )
+    on_gpu = sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64")
+    return on_gpu + sum(one.us for one in side.summary.cpu.cpu_work if one.type == "double")
 
 
 @change(
