@@ -49,10 +49,6 @@ def change(title: str, assumes: str = "", on_cpu: Propose | bool = False, **decl
 
     on_cpu: True if the function also proposes the change of a program that uses no GPU.
     """
-
-    def declare(propose: Propose) -> Change:
-        return Change(
-            propose.__name__, title, assumes, propose, on_cpu=propose if on_cpu is True else on_cpu or None, **declared
-        )
-
-    return declare
+    return lambda propose: Change(
+        propose.__name__, title, assumes, propose, on_cpu=propose if on_cpu is True else on_cpu or None, **declared
+    )
