@@ -410,8 +410,6 @@ def no_mask_tensor(case: Case) -> Proposal | None:
     on_cpu=True,
 )
 def mask_once(case: Case) -> Proposal | None:
-    if not case.has(("aten::tril", "aten::triu").__contains__):
-        return None
     made, typical = case.in_each_step(lambda step: [op for group in triangles(step, in_sdpa=False) for op in group])
     if len(case.trace.steps) < 2 or not all(triangles(step, in_sdpa=False) for step in case.trace.steps):
         return None
@@ -462,8 +460,6 @@ def shared_keys(case: Case) -> Proposal | None:
 )
 def attention_plans(case: Case) -> Proposal | None:
     """Return a proposal to build no plans in the steps. One plan for each op may be the cost of a first call."""
-    if not case.has(lambda name: CUDNN_ATTENTION in name):
-        return None
     step = case.replayed
     recurring = {name: calls for name, calls in planning(case.compared).items() if len(calls[0]) > 1}
     spans, each = [], []

@@ -13,7 +13,7 @@ from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels, ops_recorded
-from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
+from tracereader.figures.uncompiled_flex import uncompiled_flex
 from tracereader.findings.recording import (
     MOST_TIMES,
     changes_the_regime,
@@ -197,9 +197,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def in_flex(self) -> dict[int, Op]:
         """Return for each op inside an uncompiled flex_attention, by id(Op), that call: see uncompiled_flex()."""
         found: dict[int, Op] = {}
-        if self.has(is_of_flex):
-            for step in {self.step, *self.steps}:
-                found |= uncompiled_flex(step)
+        for step in {self.step, *self.steps}:
+            found |= uncompiled_flex(step)
         return found
 
     @cached_property

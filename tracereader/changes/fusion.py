@@ -429,8 +429,6 @@ def _flops_of_one(name: str) -> int:
     keys=("skip_guards",),
 )
 def skip_guards(case: Case) -> Proposal | None:
-    if not case.has(lambda name: name.startswith(LOOKUP)):
-        return None
     lookups, typical = case.in_each_step(lambda step: step.named(lambda name: name.startswith(LOOKUP)))
     compiles = case.has(lambda name: name.endswith(COMPILING))
     if not all(lookups) or (compiles and any(compilations(step) for step in case.trace.steps)):

@@ -40,8 +40,6 @@ REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 @change("keep gathered parameters for backward", "all parameters fit into memory", jobs_followed=gathers_less)
 def keep_parameters(case: Case) -> Proposal | None:
     """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
-    if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):
-        return None
     in_typical = _gathered_again(case.step)
     if not in_typical:
         return None

@@ -217,8 +217,6 @@ def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:
 
 def mask_made(trace: Trace, step: Step) -> MaskMade | None:
     """Return the triangular masks that a step makes; None if it makes no such mask."""
-    if not {"aten::tril", "aten::triu"} & trace.op_names:
-        return None
     made = triangles(step)
     if not made:
         return None
