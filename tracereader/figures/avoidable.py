@@ -239,22 +239,20 @@ def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
     """
     found, places = [], {}
     for op in step.named(("aten::tril", "aten::triu").__contains__):
-        if op.kind != "op":
-            continue
-        if not in_sdpa and op.parent and op.parent.name == SDPA_MATH:
+        in_math = op.parent is not None and op.parent.name == SDPA_MATH
+        if op.kind != "op" or (in_math and not in_sdpa):
             continue
         siblings = op.parent.children if op.parent else step.roots
         if id(siblings) not in places:
             places[id(siblings)] = {id(one): number for number, one in enumerate(siblings)}
-        at = places[id(siblings)][id(op)]
-        first = at
+        first = at = places[id(siblings)][id(op)]
         while first and _named(siblings[first - 1], (*MAKES, *MASK_OPS)):
             first -= 1
         makers = [number for number in range(first, at) if _named(siblings[number], MAKES)]
         if not makers:
             continue  # the matrix is not a constant
         last = at + 1
-        if op.parent and op.parent.name == SDPA_MATH:
+        if in_math:
             # The math backend turns the triangle into -inf and 0. Elsewhere a where may belong to the scores
             # themselves.
             while last < len(siblings) and _named(siblings[last], MASK_OPS):

@@ -77,12 +77,8 @@ def on_the_cpu(step: Step) -> list[tuple[Op, list[Op], Op]]:
             continue
         if op.name in MATMULS:
             softmaxes = [one for one in between if one.name == SOFTMAX]
-            if (
-                len(softmaxes) == 1
-                and op.name in BATCHED
-                and op.track == product_before.track
-                and _may_attend(product_before, softmaxes[0], op)
-            ):
+            beside = len(softmaxes) == 1 and op.name in BATCHED and op.track == product_before.track
+            if beside and _may_attend(product_before, softmaxes[0], op):
                 found.append((product_before, between, op))
             product_before, between = op if op.name in BATCHED else None, []
         elif product_before is not None and op.start >= product_before.end:

@@ -204,9 +204,8 @@ def _fits(recording: _Recording, work: Sequence[Work]) -> Iterator[tuple[_Record
             continue
         told = zip(recording.names[first:until], work, kinds, strict=True)
         calls = recording.calls[first:until]
-        if all(name in (None, one.name) for name, one, kind in told if kind == "kernel") and all(
-            map(_plausible, calls, work)
-        ):
+        same = all(name in (None, one.name) for name, one, kind in told if kind == "kernel")
+        if same and all(map(_plausible, calls, work)):
             yield recording, calls
 
 
