@@ -3,7 +3,7 @@
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -118,13 +118,11 @@ def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int
         yield trace, next((one for one in op.walk() if (one.track, one.start) in trace.forward_of), op), op.dur
 
 
-def _places(step: Step, some: Iterable[tuple[str, int, int]]) -> tuple[Place, ...]:
+def _places(step: Step, some: Sequence[tuple[str, int, int]]) -> tuple[Place, ...]:
     """Return the places, the largest first, by the name, the time (ns) and the activities of their parts."""
-    some = list(some)
     time, pieces = totals((name, ns) for name, ns, _ in some), totals((name, count) for name, _, count in some)
-    if step.work:
-        return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in time.most_common())
-    return tuple(Place(name, ns / 1e3, 0.0, pieces[name]) for name, ns in time.most_common())
+    us = {name: (None, ns / 1e3) if step.work else (ns / 1e3, 0.0) for name, ns in time.most_common()}
+    return tuple(Place(name, *us[name], pieces[name]) for name in us)
 
 
 def by_module_path(trace: Trace, step: Step) -> dict[tuple[str, ...], tuple[int, int]]:
