@@ -16,10 +16,8 @@ MARK = "[yellow]warning[/yellow] "
 
 def of(summary: Summary) -> list[str]:
     """Return a sentence for each warning."""
-    found = [
-        one for one in summary.source.warnings if not (one.name == "no_gpu_records" and summary.recording.incomplete)
-    ]
-    return [_in_words(one, summary.source) for one in found]
+    source, said_already = summary.source, ["no_gpu_records"] * summary.recording.incomplete
+    return [_in_words(one, source) for one in source.warnings if one.name not in said_already]
 
 
 def of_folder(left_out: Sequence[Path]) -> list[str]:

@@ -23,7 +23,7 @@ from tracereader.replay import Refused
 from tracereader.show import warnings
 from tracereader.show.text import capitalized
 from tracereader.show.work import attention_in_words, product_in_words
-from tracereader.trace import Step, Trace
+from tracereader.trace import Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.kernel_names import labels
@@ -283,11 +283,10 @@ def _size_in_words(one: GpuWork) -> str | None:
 
 def decoded_names(trace: Trace) -> dict[str, str]:
     """Return the decoded name of each GPU activity, by name."""
-    found: dict[str, str] = {}
+    firsts: dict[str, Work] = {}
     for one in trace.work:
-        if one.name not in found:
-            found[one.name] = str(says(one))
-    return found
+        firsts.setdefault(one.name, one)
+    return {name: str(says(one)) for name, one in firsts.items()}
 
 
 def pieces(summary: Summary) -> list[dict]:

@@ -15,7 +15,7 @@ from tracereader.figures.gpu_time import busiest, parts_by_device
 from tracereader.figures.regime import waits_for_gpus
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import Op, Phase, Step, Trace, Work
+from tracereader.trace import Op, Phase, Step, Trace, Work, start_of
 from tracereader.trace.decoded import decoded
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
@@ -209,10 +209,7 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
 
 def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
     """Yield each thread's title and slices with their depths, by start. A thread's modules come before its calls."""
-    if steps is None:
-        tops = sorted(trace.tops, key=lambda one: one.start)
-    else:
-        tops = [root for step in steps for root in step.roots]
+    tops = sorted(trace.tops, key=start_of) if steps is None else [root for step in steps for root in step.roots]
     for track, some in grouped((top.track, top) for top in tops).items():
         # The walk yields parents first, but a call that outlasts its parent may start after its parent's next sibling.
         rows = sorted(_rows(some), key=lambda row: row[0].start)
