@@ -7,7 +7,7 @@ is a median over them.
 import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from msgspec.structs import replace
 
@@ -250,15 +250,10 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
                 inside.add(id(op))
         if top is not None:
             top[1].append(one)
-    run: Run = []
-    for top in sorted([*launching, *((op, []) for op in waits)], key=lambda entry: entry[0].start):
-        if top[1]:
-            run.append(top)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+    in_order = sorted([*launching, *((op, []) for op in waits)], key=lambda entry: entry[0].start)
+    for launches, run in groupby(in_order, key=lambda entry: bool(entry[1])):
+        if launches:
+            yield list(run)
 
 
 def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
