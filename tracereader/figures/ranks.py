@@ -276,8 +276,7 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tup
     rest = [one for one in ranks if one.world_size == size]
     for one in ranks:
         if one.world_size != size:
-            of = {"rank": one.rank, "world_size": one.world_size, "other_world_size": size}
-            not_read[one.path] = NotRead("other_world_size", **of)
+            not_read[one.path] = NotRead("other_world_size", "", one.rank, one.world_size, size)
     # Traces recorded at different times are of different runs.
     clusters: list[list[RankTrace]] = []
     for one in sorted(rest, key=start_of):

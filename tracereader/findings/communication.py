@@ -20,11 +20,9 @@ MOSTLY_BUSY = 0.95
 def is_worth_saying(summary: Summary) -> bool:
     """Return whether communication takes enough of the step to be reported."""
     found = None if summary.recording.incomplete else summary.communication
-    return (
-        found is not None
-        and bool(found.collectives)
-        and (found.exposed_share > WORTH_SHOWING or found.share > MUCH_HIDDEN)
-    )
+    if found is None or not found.collectives:
+        return False
+    return found.exposed_share > WORTH_SHOWING or found.share > MUCH_HIDDEN
 
 
 def in_words(summary: Summary) -> list[str]:

@@ -177,8 +177,7 @@ def bias_in_the_epilogue(summary: Summary) -> Verdict:
     if len(kernels) != 1 or kernels[0].family != "GEMM":
         return Verdict(False, seen)
     copies = summary.count("memcpy")
-    named = "bias" in kernels[0].name_says.get("epilogue", "")
-    if named:
+    if "bias" in kernels[0].name_says.get("epilogue", ""):
         return Verdict(True, f"{seen}: its name says bias")
     return Verdict(not copies, f"{seen}; {counted(copies, 'copy', 'copies')} of a bias beside it")
 

@@ -154,9 +154,8 @@ def compiled_rows(summary: Summary) -> Verdict:
 
 def _same_graphs(summary: Summary) -> bool:
     """Return whether every step calls the same compiled graphs, by their hashes."""
-    return bool(summary.compiled.graphs) and all(
-        one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps
-    )
+    graphs = summary.compiled.graphs
+    return bool(graphs) and all(one == graphs for one in summary.compiled.graphs_of_steps)
 
 
 @finding(predicts="the CPU has no rows of torch.compile", claims="34")

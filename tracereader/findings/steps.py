@@ -597,9 +597,8 @@ def one_buffer_request(summary: Summary) -> Verdict:
 def buffer_request(summary: Summary) -> Verdict:
     """The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's."""
     requests = summary.profiler.buffer_requests
-    return Verdict(
-        bool(requests), f"{counted(len(requests), 'request')}, {duration(sum(one.us for one in requests))} in all"
-    )
+    took = duration(sum(one.us for one in requests))
+    return Verdict(bool(requests), f"{counted(len(requests), 'request')}, {took} in all")
 
 
 @finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
