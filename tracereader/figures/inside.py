@@ -8,7 +8,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.gpu_work import launch_args
-from tracereader.trace import Phase, Trace, Work
+from tracereader.trace import Phase, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 
 
@@ -56,9 +56,8 @@ def inside(trace: Trace) -> tuple[InsideKernel, ...]:
             continue
         # Another kernel may run meanwhile, and the last phase may end after the kernel: the two clocks differ.
         same = [one for one in kernels if one.name == first.name]
-        starts = [one.start for one in same]
         held.setdefault(first.name, []).extend(
-            (same[bisect.bisect_right(starts, one.start) - 1], one) for one in phases
+            (same[bisect.bisect_right(same, one.start, key=start_of) - 1], one) for one in phases
         )
     return tuple(_of_kernel(trace, name, some) for name, some in sorted(held.items()))
 

@@ -63,10 +63,9 @@ def head(path: Path) -> Head:
     except (OSError, ValueError, zlib.error):
         return Head(broken=True)
     text = data.decode(errors="replace").removeprefix("\ufeff")
-    if not text.lstrip().startswith("{"):
+    of_another_tool = len(data) < HEAD and '"traceEvents"' not in text  # it is read as a whole
+    if of_another_tool or not text.lstrip().startswith("{"):
         return Head(broken=True)
-    if len(data) < HEAD and '"traceEvents"' not in text:
-        return Head(broken=True)  # another tool's file, read as a whole
     told = re.search(r'"distributedInfo"\s*:\s*', text)
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
         found, _ = json.JSONDecoder().raw_decode(text, told.end())

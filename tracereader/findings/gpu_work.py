@@ -154,8 +154,7 @@ def copy_before_gemm(summary: Summary) -> Verdict:
     for copy, after in itertools.pairwise(work):
         adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get("epilogue", "")
         if adds and "DtoD" in copy.name and after.family == "GEMM":
-            seen = f"{copy.us:.1f} µs before {short(after.name)}"
-            return Verdict(copy.us >= 1, seen)
+            return Verdict(copy.us >= 1, f"{copy.us:.1f} µs before {short(after.name)}")
     return Verdict(False, "")
 
 

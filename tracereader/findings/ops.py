@@ -178,8 +178,7 @@ def cache_lookup_in_every_step(summary: Summary) -> Verdict:
         return Verdict(False, "")
     lookup = sum(one.total_us for name, one in summary.cpu.ops.items() if name.startswith(LOOKUP))
     # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
-    rows = [one for name, one in summary.cpu.ops.items() if name.startswith((*COMPILED_ROWS, PREGRAPH))]
-    own = sum(one.self_us for one in rows)
+    own = sum(one.self_us for name, one in summary.cpu.ops.items() if name.startswith((*COMPILED_ROWS, PREGRAPH)))
     lookups = words.part_of(lookup, summary.chosen.cpu_us, "of the step's CPU time of")
     seen = f"{lookups}; with pregraph bytecode, prologues and the regions' self time it is {duration(own)}"
     return Verdict(True, seen)

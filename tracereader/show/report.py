@@ -534,9 +534,7 @@ def lanes_wanted(view: View) -> bool:
 
 
 def _lanes(out: Console, trace: Trace, step: Step) -> None:
-    named = layer_names(trace, step)
-    drawn = lanes.draw(step, out.width, lane_glyphs(out), named)
-    if drawn:
+    if drawn := lanes.draw(step, out.width, lane_glyphs(out), layer_names(trace, step)):
         out.print(head(f"lanes of step {plain(step.number)}", "lanes"))
         for line in drawn:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
