@@ -153,6 +153,9 @@ class Profile:
     def __exit__(self, *_): pass
     def step(self): pass
     def export_chrome_trace(self, path): open(path, "w").write("{}")
+class Module:
+    def __call__(self): pass
+nn = types.SimpleNamespace(Module=Module)
 profiler = sys.modules["torch.profiler"] = types.SimpleNamespace(profile=Profile, schedule=lambda **_: None)
 """
 PROGRAM = """
@@ -170,10 +173,10 @@ PROGRAMS = {quick: {"raises": "a", "dies": "b", "hangs": "c", "compile": "d"}}
 def test_processes_start_anew_where_a_forked_one_cannot_use_the_gpu(tmp_path, starts):
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "vision.py").write_text(PROGRAM)
-    for name in ("language", "other", "loops", "kinds", "users"):
+    for name in ("language", "other", "loops", "kinds", "users", "research", "products"):
         (tmp_path / f"{name}.py").write_text("PROGRAMS = {}\n")
     shutil.copyfile(ROOT / "benchmarks/pairs/record.py", tmp_path / "record.py")
-    env = {**os.environ, "CUDA_STARTS": starts, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "CUDA_STARTS": starts, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, tmp_path / "record.py", tmp_path / "out", "--run-seconds", "4"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=60)
     assert ("each process starts anew" in done.stdout) == (starts != "all")

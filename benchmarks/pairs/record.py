@@ -4,7 +4,7 @@ Usage: record.py FOLDER [--seconds S] [--programs A,B] [--part 1/2] [--rounds 2]
        record.py FOLDER --add OTHER ...
 
 Nobody fits a rule of read-trace to these pairs: benchmarks/scoreboard.py shows how well the rules predict programs that
-they were not written for. The programs are in vision.py, language.py, other.py, loops.py, kinds.py and users.py.
+they were not written for. The programs are in the modules of MODULES.
 
 Each variant of a program runs in processes of its own, one in each round: base, change 1, change 2, base, change 1, ...
 The processes of one group of programs are set up side by side, and wait. Then one after the other measures its step
@@ -32,7 +32,7 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("vision", "language", "other", "loops", "kinds", "users")
+MODULES = ("vision", "language", "other", "loops", "kinds", "users", "research", "products")
 # Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
 TIERS = (
     "digits_vae request_server neural_ode game_player soft_actor_critic gaussian_process routed_experts lstm_tagger "
@@ -42,7 +42,7 @@ TIERS = (
     "neighbor_search pair_representation super_resolution character_model normalizing_flow",
     "video_scoring disentangled_attention",
 )
-FEW_COMPILED = {*TIERS[2].split()}
+FEW_COMPILED = {*TIERS[2].split(), "speech_decoder", "optical_flow"}
 BLOCKS, BLOCK_S = 5, 0.08  # blocks of steps, each with one synchronization at its end; a block takes about this long
 ALONE = 20  # steps at most that each begin when the GPU is idle
 WARM, WARM_COMPILED = 5, 8
@@ -311,7 +311,9 @@ def _child(pipe, module, name, variant, trace, tiny):
         assert pipe.recv() == "export"
         if recorded:
             trace.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(trace))
+            profiler, notes = recorded
+            profiler.export_chrome_trace(str(trace))
+            _note_modules(trace, notes)
             _squeeze(trace)
         pipe.send({})
     except BaseException as error:
@@ -367,19 +369,29 @@ def _on_cpu(step):
 
 
 def _recorded(step, measured):
-    """Return a profiler that recorded three steps as the usual recipe does."""
+    """Return a profiler that recorded three steps as the usual recipe does, and record-trace's notes of the modules."""
+    import torch
     from torch.profiler import profile, schedule
+
+    sys.path.insert(0, str(HERE.parent.parent))
+    from tracereader.run.inside import modules, steps
 
     profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), record_shapes=True)
     if hasattr(profiler, "preset_metadata_json"):
         profiler.preset_metadata_json("unprofiled_step_us", json.dumps(measured["median_us"]))
         profiler.preset_metadata_json("unprofiled_cpu_us", json.dumps(measured["cpu_us"]))
+    notes = modules.Notes(torch, steps.is_compiling(torch), steps.patched)
     with profiler:
-        for _ in range(5):
+        for number in range(5):
+            if number == 2:
+                notes.start()
             step()
+            before = time.time_ns()
             profiler.step()
+            notes.step_began(before)
+    notes.stop()
     _wait()
-    return profiler
+    return profiler, notes
 
 
 def _read(folder):
@@ -418,6 +430,14 @@ def _skip(results, group, programs):
         row = _row(results, name, variant, programs)
         if not row["runs"] and NO_TIME not in row["failures"]:
             row["failures"].append(NO_TIME)
+
+
+def _note_modules(path, notes):
+    """Write into a trace which modules ran when, as record-trace does."""
+    trace = path.read_bytes()
+    if found := notes.insertion(trace):
+        place, slices = found
+        path.write_bytes(trace[:place] + slices + trace[place:])
 
 
 def _squeeze(path):
