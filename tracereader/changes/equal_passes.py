@@ -6,7 +6,7 @@ A loop makes such passes one after the other: one sample, expert, clip or enviro
 import bisect
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from statistics import median_high
@@ -22,6 +22,7 @@ from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
+from tracereader.figures.places import NUMBER
 from tracereader.figures.steps import outermost_named
 from tracereader.findings.finding import duration
 from tracereader.findings.ops import NO_VALUES, VIEWS
@@ -39,8 +40,9 @@ ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 FROM_THE_CPU = "an input of its own from the CPU"
-# Each column of indices selects rows of a table of its own. Indices are no results of another pass.
-TABLES, LOOKS_UP = "an embedding table of its own", ("aten::embedding", "aten::embedding_bag")
+OWN_MODEL = "a model of its own"  # of an ensemble, or of one customer or task each
+AGAIN = "the same model, and nothing is computed between them"  # such as Monte Carlo dropout
+TABLES, LOOKS_UP = "a lookup in an embedding table", ("aten::embedding", "aten::embedding_bag")
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -99,6 +101,13 @@ def _proposed(
     )
     if found[0].what == TABLES:
         how = "make one table with the rows of all, and add each column's offset to its indices"
+    elif found[0].what == OWN_MODEL:
+        how = (
+            "if all models are alike and none needs another one's result, torch.func.stack_module_state and vmap, with "
+            "one optimizer for the stacked parameters"
+        )
+    elif found[0].what == AGAIN:
+        how = "if no pass needs another one's result and the memory allows, give the model one batch with all inputs"
     how += on_cpu
     return Proposal(
         graph,
@@ -209,20 +218,24 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
 def _allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
 
-    A pipeline passes its batch on in parts. An optimizer or a loader makes passes depend on each other. A batch norm in
-    training computes other statistics of the whole batch.
+    A pipeline passes its batch on in parts. An optimizer, except for one of each model, or a loader makes passes depend
+    on each other. A batch norm in training computes other statistics of the whole batch.
     """
     found = loops(trace, step)
     if not found:
         return []
-    apart = [op.start for op in outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))]
-    norms = [op.start for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
+    apart = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
+    apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
     return [
         loop
         for loop in found
         if ((work := _launched_from(trace, step, loop.starts[-1], loop.end)[1]) or not trace.work)
         and not any(map(is_communication, work))
-        and not any(loop.starts[0] <= time < loop.starts[-1] for time in (*apart, *norms))
+        and not any(
+            loop.starts[0] <= op.start < loop.starts[-1]
+            and (loop.what != OWN_MODEL or not op.name.startswith(OPTIMIZERS))
+            for op in apart
+        )
         and not _recurs(step, loop)
     ]
 
@@ -237,9 +250,15 @@ def _recurs(step: Step, loop: Loop) -> bool:
 @kept_by_step
 def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
-    found = [*_over_parts(trace, step), *_over_all_parts(step), *([] if trace.trains else _over_copies(step))]
+    found = [
+        *_over_parts(trace, step),
+        *_over_all_parts(step),
+        *_over_tables(step),
+        *([] if trace.trains else _over_copies(step)),
+    ]
+    found += _over_models(trace, step)
     # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
-    found.sort(key=lambda one: (-len(one.starts), one.starts))
+    found.sort(key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts))
     kept: list[Loop] = []
     for loop in found:
         if not any(loop.starts[0] < other.end and other.starts[0] < loop.end for other in kept):
@@ -262,9 +281,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     for (_, name, dim, dims), calls in taken.items():
         for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            if dim and _look_up(step, run):
-                yield from _loop(run, TABLES)
-            elif dim == 0 or (begins and own):
+            if dim == 0 or (begins and own):
                 if name == COMPARES:
                     yield from _loop(run, "what equals one of several values")
                 else:
@@ -272,13 +289,12 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
                     yield from _loop(run, f"one of the {dims[dim]:,} parts of a tensor", least)
 
 
-def _look_up(step: Step, run: Sequence[Op]) -> bool:
-    """Return whether each of these ops takes a column of indices, and nothing follows but a lookup of an embedding."""
-    mine = [op for op in step.outermost if op.track == run[0].track and run[0].start <= op.start < run[-1].start]
-    names = Counter(op.name for op in mine)
-    each = [names[name] for name in LOOKS_UP if name in names]
-    others = names.keys() - {*LOOKS_UP, *VIEWS, "aten::arange"}
-    return not others and each == [len(run) - 1] and {"long int", "int"}.issuperset(run[0].inputs.types[:1] or [""])
+def _over_tables(step: Step) -> Iterator[Loop]:
+    """Yield the lookups of as many embeddings of one width that follow each other, as those of columns do."""
+    others = (op for op in step.outermost if op.name not in (*VIEWS, "aten::arange"))
+    for (name, *_), run in groupby(others, lambda op: (op.name, op.track, str([*op.inputs.dims, [], []][:2][0][1:]))):
+        if name in LOOKS_UP:
+            yield from _loop(list(run), TABLES, ALL_PARTS)
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -286,22 +302,28 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
 
     The passes launch about as much as each other.
     """
-    for op in step.named((*CUTS, "aten::split_with_sizes").__contains__):
+    cuts = list(step.named((*CUTS, "aten::split_with_sizes").__contains__))
+    for op in cuts:
         taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
         parts = len({place for dim, place in taken if dim == 0 and place is not None})
         if parts < MANY_PASSES or in_backward(op):
             continue
+        again = (one.start for one in cuts if one.start > op.start and one.inputs.dims == op.inputs.dims)
+        until = min(again, default=step.end)
         after = [
-            one for one in step.outermost if one.track == op.track and one.start >= op.end and one.name not in CUTS
+            one
+            for one in step.outermost
+            if one.track == op.track and op.end <= one.start < until and one.name not in CUTS
         ]
-        firsts = [one for one in after if one.name == after[0].name]
-        calls, more = divmod(len(firsts), parts)
-        if more or not calls:
-            continue
-        run = firsts[::calls]
-        launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
-        if min(launched) > 0 and max(launched) <= ALIKE * min(launched):
-            yield from _loop(run, f"one of the {parts:,} parts of a tensor")
+        alike = [one for one in after if one.name == after[0].name]
+        # Texts have other lengths, and other ops of this name may follow the loop.
+        for firsts in (alike, [one for one in alike if one.inputs.dims == alike[0].inputs.dims]):
+            calls, more = divmod(len(firsts), parts)
+            run = firsts[:: calls or 1]
+            launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
+            if calls and not more and min(launched) > 0 and max(launched) <= ALIKE * min(launched):
+                yield from _loop(run, f"one of the {parts:,} parts of a tensor")
+                break
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
@@ -323,6 +345,47 @@ def _over_copies(step: Step) -> Iterator[Loop]:
         grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
         if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched) and not grows:
             yield from _loop(calls, FROM_THE_CPU)
+
+
+def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
+    """Yield the loops that call one model after the other, or one model again, for results that no later call needs.
+
+    In training, each call has a module and a backward of its own. Otherwise nothing is computed between the calls, and
+    what follows a call has another shape than its input. Modules inside other ones do not count, because the layers of
+    a model need each other's results.
+    """
+    begins = [op.start for op in backward_begins(trace, step)]
+    for roots in trace.modules.values():
+        calls: dict[str, list[Op]] = defaultdict(list)
+        for root in roots:
+            if step.start <= root.start < step.end:
+                calls[NUMBER.sub("", root.name)].append(root)
+        for run in calls.values():
+            before = [*(bisect.bisect(begins, call.start) for call in run), len(begins)]
+            models = len({call.name for call in run})
+            if models == len(run) and all(one < two for one, two in pairwise(before)):
+                yield from _loop(run, OWN_MODEL, ALL_PARTS)
+            elif models in (1, len(run)) and not trace.trains and _alone(step, run):
+                yield from _loop(run, OWN_MODEL if models > 1 else AGAIN, ALL_PARTS)
+
+
+def _alone(step: Step, calls: Sequence[Op]) -> bool:
+    """Return whether equal calls of modules follow each other, and none takes a tensor as large as another's result."""
+    ops = [op for op in step.outermost if op.kind == "op" and op.track == calls[0].track]
+    begins = [bisect.bisect_left(ops, call.start, key=start_of) for call in calls]
+    ends = [bisect.bisect_left(ops, call.end, key=start_of) for call in calls]
+    if any(end == begin or any(map(_computes, ops[end:begin])) for end, begin in zip(ends, begins[1:], strict=False)):
+        return False
+    launched = set(_launches(step, [(call.start, call.end) for call in calls]))
+    results = {math.prod(ops[end].inputs.dims_at(0) or ()) for end in ends[:-1]}  # 1 if its shape was not recorded
+    taken = {math.prod(dims) for op in ops[begins[0] : ends[0]] for one in op.walk() for dims in one.inputs.dims}
+    return len(results) == len(launched) == 1 and launched != {0} and results.isdisjoint({1} | taken)
+
+
+def _computes(op: Op) -> bool:
+    """Return whether an op launches more than copies to the CPU, or on the CPU is more than a view."""
+    work = op.work_below()
+    return not all("DtoH" in one.name for one in work) if work else op.name not in (*NO_VALUES, *VIEWS)
 
 
 def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -385,7 +448,7 @@ def double_batch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if any(loop.what != TABLES for loop in loops(case.trace, case.step)):
+    if any(loop.what not in (TABLES, OWN_MODEL, AGAIN) for loop in loops(case.trace, case.step)):
         return None  # each sample of a loop has launches of its own
     own = []
     for step in case.steps:
