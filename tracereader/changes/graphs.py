@@ -41,7 +41,7 @@ from tracereader.figures.phases import (
 )
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.steps import labels
-from tracereader.figures.training import asking
+from tracereader.figures.training import OptimizerCost, asking
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.replay.changes import (
@@ -119,9 +119,14 @@ def _without_obstacles(case: Case) -> Proposal | None:
         return None
     if summary.debugging.checked_gradients:
         return None  # each check waits: see anomaly_detection
-    if trains and (case.differentiates_twice or any(one.backward_us for one in summary.training.optimizers)):
-        return None  # graphs of a model cannot hold gradients of gradients, or a model that an optimizer calls
-    stays = {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
+    optimizers = summary.training.optimizers
+    if any(one.backward_us for one in optimizers):
+        return None  # no graph can hold a model that an optimizer calls
+    # Graphs of a model cannot hold gradients of gradients. One of the whole step can.
+    whole = not trains or case.differentiates_twice
+    if whole and any(one.name not in CAPTURABLE for one in optimizers):
+        return None
+    stays = {} if whole else {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps}
     kept = {id(op) for some in stays.values() for op in some}
     waits = [op for op in waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]
     without = Case(case.trace, summary, without_waits(case.graph, waits))
@@ -136,10 +141,10 @@ def _without_obstacles(case: Case) -> Proposal | None:
         return None
     graph = as_cuda_graph(without.graph, chain(*runs.values()))
     return Proposal(
-        with_cpu_time(graph, _beside_graphs(case)) if trains else graph,
+        graph if whole else with_cpu_time(graph, _beside_graphs(case)),
         f"{'; '.join(obstacles)}: without that, {captured:,} of {summary.chosen.launches:,} launches could be replayed",
         "torch.where instead of if, fixed shapes, no values read between launches; then "
-        f"{_compiled(case)}torch.cuda.graph",
+        + (_whole_step(optimizers) if trains and whole else f"{_compiled(case)}torch.cuda.graph"),
         assumed=True,
         conditional=True,
         title="remove what keeps CUDA graphs out",
@@ -207,10 +212,13 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
     if next(waits_before_a_launch(case, case.steps), None) is not None:
         return None
     proposal = _graph_of_step(case)
-    how = WHOLE_STEP if training.optimizers else ALL_OF_A_STEP
-    if any(one.name != COUNTS_NO_STEPS for one in training.optimizers):
-        how += ", with capturable=True in the optimizer"
-    return proposal and msgspec.structs.replace(proposal, how=how)
+    return proposal and msgspec.structs.replace(proposal, how=_whole_step(training.optimizers))
+
+
+def _whole_step(optimizers: Sequence[OptimizerCost]) -> str:
+    """Return how a graph holds a whole training step."""
+    counts = any(one.name != COUNTS_NO_STEPS for one in optimizers)
+    return (WHOLE_STEP if optimizers else ALL_OF_A_STEP) + ", with capturable=True in the optimizer" * counts
 
 
 def _graphs_of_the_same_model(case: Case) -> Proposal | None:
