@@ -16,7 +16,7 @@ FOLDER = ROOT / "tests/traces/cpu/equal_passes"
     ("program", "op", "evidence"),
     [
         ("sample_loop", "aten::cross_entropy_loss", "each of {} passes computes with one of the 256 parts of a tensor"),
-        ("tables", "aten::embedding", "each of {} passes computes with a lookup in an embedding table"),
+        ("tables", "aten::embedding", "each of {} passes looks up an embedding"),
     ],
 )
 def test_the_passes_are_counted_and_at_least_the_time_between_their_ops_is_saved(program, op, evidence):

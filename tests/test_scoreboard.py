@@ -177,7 +177,7 @@ def test_processes_start_anew_where_a_forked_one_cannot_use_the_gpu(tmp_path, st
         (tmp_path / f"{name}.py").write_text("PROGRAMS = {}\n")
     shutil.copyfile(ROOT / "benchmarks/pairs/record.py", tmp_path / "record.py")
     env = {**os.environ, "CUDA_STARTS": starts, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, tmp_path / "record.py", tmp_path / "out", "--run-seconds", "4"]
+    command = [sys.executable, tmp_path / "record.py", tmp_path / "out", "--run-seconds", "8"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=60)
     assert ("each process starts anew" in done.stdout) == (starts != "all")
     if starts == "none":

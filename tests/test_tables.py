@@ -103,7 +103,7 @@ def test_the_lookups_of_a_tabular_model_are_named_and_the_measured_saving_is_in_
     ops = in_step(events, raw_steps(events)[-1], "cpu_op")
     lookups = [one for one in ops if one["name"] == "aten::embedding"]
     one = priced_changes(file)["larger_batch"]
-    assert f"each of {len(lookups)} passes computes with a lookup in an embedding table" in one.evidence
+    assert f"each of {len(lookups)} passes looks up an embedding" in one.evidence
     assert "one table with the rows of all" in one.how
     measured = json.loads((PAIRS / "results.json").read_text())["tabular_transformer"]
     before, after = (

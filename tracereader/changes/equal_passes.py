@@ -29,6 +29,7 @@ from tracereader.findings.ops import NO_VALUES, VIEWS
 from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work, start_of
+from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.two_runs.same_work import halved, products, same_flops
@@ -39,10 +40,19 @@ ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
-FROM_THE_CPU = "an input of its own from the CPU"
-OWN_MODEL = "a model of its own"  # of an ensemble, or of one customer or task each
-AGAIN = "the same model, and nothing is computed between them"  # such as Monte Carlo dropout
-TABLES, LOOKS_UP = "a lookup in an embedding table", ("aten::embedding", "aten::embedding_bag")
+FROM_THE_CPU = "computes with an input of its own from the CPU"
+OWN_MODEL = "computes with a model of its own"  # of an ensemble, or of one customer or task each
+AGAIN = "calls the same model, with nothing computed in between"  # such as Monte Carlo dropout
+TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
+AT_ONCE = (
+    "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
+    "lengths; torch.func.vmap if each needs its own gradient"
+)
+HOW = {
+    TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
+    OWN_MODEL: "if all are alike and independent: torch.func.stack_module_state, vmap, and one optimizer for all",
+    AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
+}
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -52,7 +62,7 @@ GATES = ("aten::tanh", "aten::sigmoid")
 class Loop(msgspec.Struct, frozen=True):
     """A loop whose passes compute with one part of a tensor each, or with an input of their own from the CPU.
 
-    starts: when each pass starts (ns). end: when the last one probably ends. what: the part of one pass.
+    starts: when each pass starts (ns). end: when the last one probably ends. what: what a pass does.
     """
 
     starts: tuple[int, ...]
@@ -95,24 +105,10 @@ def _proposed(
     graph: Graph, found: Sequence[Loop], more: str = "", on_cpu: str = "", most: Graph | None = None
 ) -> Proposal:
     each = f" in {len(found)} loops" if len(found) > 1 else ""
-    how = (
-        "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
-        "lengths; torch.func.vmap if each needs its own gradient"
-    )
-    if found[0].what == TABLES:
-        how = "make one table with the rows of all, and add each column's offset to its indices"
-    elif found[0].what == OWN_MODEL:
-        how = (
-            "if all models are alike and none needs another one's result, torch.func.stack_module_state and vmap, with "
-            "one optimizer for the stacked parameters"
-        )
-    elif found[0].what == AGAIN:
-        how = "if no pass needs another one's result and the memory allows, give the model one batch with all inputs"
-    how += on_cpu
     return Proposal(
         graph,
-        f"each of {sum(len(one.starts) for one in found)} passes{each} computes with {found[0].what}{more}",
-        how,
+        f"each of {sum(len(one.starts) for one in found)} passes{each} {found[0].what}{more}",
+        HOW.get(found[0].what, AT_ONCE) + on_cpu,
         assumed=True,
         title="compute equal passes at once",
         most=most,
@@ -221,21 +217,15 @@ def _allowed(trace: Trace, step: Step) -> list[Loop]:
     A pipeline passes its batch on in parts. An optimizer, except for one of each model, or a loader makes passes depend
     on each other. A batch norm in training computes other statistics of the whole batch.
     """
-    found = loops(trace, step)
-    if not found:
-        return []
-    apart = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
+    updates = outermost_named(step, lambda name: name.startswith(OPTIMIZERS))
+    apart = outermost_named(step, lambda name: name.startswith(LOADER))
     apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
     return [
         loop
-        for loop in found
+        for loop in loops(trace, step)
         if ((work := _launched_from(trace, step, loop.starts[-1], loop.end)[1]) or not trace.work)
         and not any(map(is_communication, work))
-        and not any(
-            loop.starts[0] <= op.start < loop.starts[-1]
-            and (loop.what != OWN_MODEL or not op.name.startswith(OPTIMIZERS))
-            for op in apart
-        )
+        and not any(loop.starts[0] <= op.start < loop.starts[-1] for op in apart + updates * (loop.what != OWN_MODEL))
         and not _recurs(step, loop)
     ]
 
@@ -283,17 +273,17 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
             if dim == 0 or (begins and own):
                 if name == COMPARES:
-                    yield from _loop(run, "what equals one of several values")
+                    yield from _loop(run, "computes with what equals one of several values")
                 else:
                     least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
-                    yield from _loop(run, f"one of the {dims[dim]:,} parts of a tensor", least)
+                    yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
 
 
 def _over_tables(step: Step) -> Iterator[Loop]:
     """Yield the lookups of as many embeddings of one width that follow each other, as those of columns do."""
     others = (op for op in step.outermost if op.name not in (*VIEWS, "aten::arange"))
-    for (name, *_), run in groupby(others, lambda op: (op.name, op.track, str([*op.inputs.dims, [], []][:2][0][1:]))):
-        if name in LOOKS_UP:
+    for (name, width, _), run in groupby(others, lambda op: (op.name, (op.inputs.dims_at(0) or [])[1:], op.track)):
+        if name in LOOKS_UP and width:
             yield from _loop(list(run), TABLES, ALL_PARTS)
 
 
@@ -310,11 +300,8 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
             continue
         again = (one.start for one in cuts if one.start > op.start and one.inputs.dims == op.inputs.dims)
         until = min(again, default=step.end)
-        after = [
-            one
-            for one in step.outermost
-            if one.track == op.track and op.end <= one.start < until and one.name not in CUTS
-        ]
+        after = (one for one in step.outermost if one.track == op.track and op.end <= one.start < until)
+        after = [one for one in after if one.name not in CUTS]
         alike = [one for one in after if one.name == after[0].name]
         # Texts have other lengths, and other ops of this name may follow the loop.
         for firsts in (alike, [one for one in alike if one.inputs.dims == alike[0].inputs.dims]):
@@ -322,7 +309,7 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
             run = firsts[:: calls or 1]
             launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
             if calls and not more and min(launched) > 0 and max(launched) <= ALIKE * min(launched):
-                yield from _loop(run, f"one of the {parts:,} parts of a tensor")
+                yield from _loop(run, f"computes with one of the {parts:,} parts of a tensor")
                 break
 
 
@@ -348,38 +335,61 @@ def _over_copies(step: Step) -> Iterator[Loop]:
 
 
 def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
-    """Yield the loops that call one model after the other, or one model again, for results that no later call needs.
+    """Yield the loops that call one model after the other, or one model again, as far as no call has another's result.
 
-    In training, each call has a module and a backward of its own. Otherwise nothing is computed between the calls, and
-    what follows a call has another shape than its input. Modules inside other ones do not count, because the layers of
-    a model need each other's results.
+    In training, each call has a backward and modules of its own, except for losses. Otherwise nothing is computed
+    between the calls. Modules inside other ones do not count, because the layers of a model need each other's results.
     """
     begins = [op.start for op in backward_begins(trace, step)]
-    for roots in trace.modules.values():
-        calls: dict[str, list[Op]] = defaultdict(list)
-        for root in roots:
-            if step.start <= root.start < step.end:
-                calls[NUMBER.sub("", root.name)].append(root)
-        for run in calls.values():
+    for track, modules in trace.modules.items():
+        ops = [op for op in step.outermost if op.kind == "op" and op.track == track]
+        roots = [one for one in modules if step.start <= one.start < step.end]
+        for run in grouped((NUMBER.sub("", root.name), root) for root in roots).values():
+            if len(run) < ALL_PARTS or not _results_stay(ops, run[0], begins):
+                continue
             before = [*(bisect.bisect(begins, call.start) for call in run), len(begins)]
             models = len({call.name for call in run})
-            if models == len(run) and all(one < two for one, two in pairwise(before)):
+            if models == len(run) and all(one < two for one, two in pairwise(before)) and not _shared(roots, run):
                 yield from _loop(run, OWN_MODEL, ALL_PARTS)
-            elif models in (1, len(run)) and not trace.trains and _alone(step, run):
+            elif models in (1, len(run)) and not trace.trains and _alone(step, ops, run):
                 yield from _loop(run, OWN_MODEL if models > 1 else AGAIN, ALL_PARTS)
 
 
-def _alone(step: Step, calls: Sequence[Op]) -> bool:
-    """Return whether equal calls of modules follow each other, and none takes a tensor as large as another's result."""
-    ops = [op for op in step.outermost if op.kind == "op" and op.track == calls[0].track]
-    begins = [bisect.bisect_left(ops, call.start, key=start_of) for call in calls]
-    ends = [bisect.bisect_left(ops, call.end, key=start_of) for call in calls]
-    if any(end == begin or any(map(_computes, ops[end:begin])) for end, begin in zip(ends, begins[1:], strict=False)):
-        return False
+def _results_stay(ops: Sequence[Op], call: Op, begins: Sequence[int]) -> bool:
+    """Return whether a call takes no tensor of the shape of its result, so that no call takes another's result.
+
+    The result is what the next op takes, or in training one of the tensors that are taken until backward begins. Sizes
+    count where nothing is computed between calls, because of views. Shapes in lists are not recorded.
+    """
+    until = next((time for time in begins if time > call.end), call.end)
+    begin, end, last = (bisect.bisect_left(ops, time, key=start_of) for time in (call.start, call.end, until))
+    kind = tuple if begins else math.prod
+    taken, results = (
+        {kind(dims) for op in some for one in op.walk() for dims in one.inputs.dims}
+        for some in (ops[begin:end], ops[end : max(last, end + 1)])
+    )
+    joins = any(one.name in JOINS for op in ops[begin:end] for one in op.walk())
+    return bool(taken and results) and taken.isdisjoint(results) and not joins
+
+
+def _shared(roots: Sequence[Op], calls: Sequence[Op]) -> bool:
+    """Return whether a module other than a loss runs in several of the passes that begin with these calls."""
+    starts, passes = [call.start for call in calls], defaultdict(set)
+    for root in roots:
+        for one in root.walk() if starts[0] <= root.start else ():
+            passes[one.name].add(bisect.bisect(starts, root.start))
+    return any(len(some) > 1 for name, some in passes.items() if not NUMBER.sub("", name).endswith("Loss"))
+
+
+def _alone(step: Step, ops: Sequence[Op], calls: Sequence[Op]) -> bool:
+    """Return whether as much is launched in each call, and nothing but copies of its result to the CPU between them."""
+    places = [bisect.bisect_left(ops, time, key=start_of) for call in calls for time in (call.start, call.end)]
+    for end, begin in zip(places[1::2], places[2::2], strict=False):
+        is_result = end < begin and (ops[end].name == "aten::detach" or any(ops[end].work_below()))
+        if not is_result or any(map(_computes, ops[end:begin])):
+            return False
     launched = set(_launches(step, [(call.start, call.end) for call in calls]))
-    results = {math.prod(ops[end].inputs.dims_at(0) or ()) for end in ends[:-1]}  # 1 if its shape was not recorded
-    taken = {math.prod(dims) for op in ops[begins[0] : ends[0]] for one in op.walk() for dims in one.inputs.dims}
-    return len(results) == len(launched) == 1 and launched != {0} and results.isdisjoint({1} | taken)
+    return len(launched) == 1 and launched != {0}
 
 
 def _computes(op: Op) -> bool:

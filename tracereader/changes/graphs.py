@@ -117,16 +117,16 @@ def _without_obstacles(case: Case) -> Proposal | None:
     summary, trains = case.summary, case.trace.trains
     if summary.waits_for != "overhead" or summary.chosen.launches < MANY_LAUNCHES or not can_be_captured(case):
         return None
-    if summary.debugging.checked_gradients:
-        return None  # each check waits: see anomaly_detection
     optimizers = summary.training.optimizers
-    if any(one.backward_us for one in optimizers):
-        return None  # no graph can hold a model that an optimizer calls
+    # Each check of gradients waits: see anomaly_detection. No graph can hold a model that an optimizer calls.
+    if summary.debugging.checked_gradients or any(one.backward_us for one in optimizers):
+        return None
     # Graphs of a model cannot hold gradients of gradients. One of the whole step can.
     whole = not trains or case.differentiates_twice
-    if whole and any(one.name not in CAPTURABLE for one in optimizers):
+    updates = {tuple(op.name for op in labels(step, OPTIMIZERS)) for step in _counted_steps(case)}
+    if whole and (len(updates) > 1 or any(one.name not in CAPTURABLE for one in optimizers)):
         return None
-    stays = {} if whole else {id(step): labels(step, (OPTIMIZERS, LOADER)) for step in case.steps}
+    stays = {id(step): labels(step, LOADER if whole else (OPTIMIZERS, LOADER)) for step in case.steps} if trains else {}
     kept = {id(op) for some in stays.values() for op in some}
     waits = [op for op in waits_before_a_launch(case, case.steps) if kept.isdisjoint(map(id, op.above()))]
     without = Case(case.trace, summary, without_waits(case.graph, waits))
@@ -217,8 +217,8 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
 
 def _whole_step(optimizers: Sequence[OptimizerCost]) -> str:
     """Return how a graph holds a whole training step."""
-    counts = any(one.name != COUNTS_NO_STEPS for one in optimizers)
-    return (WHOLE_STEP if optimizers else ALL_OF_A_STEP) + ", with capturable=True in the optimizer" * counts
+    capturable = ", with capturable=True in the optimizer" * any(one.name != COUNTS_NO_STEPS for one in optimizers)
+    return (WHOLE_STEP if optimizers else ALL_OF_A_STEP) + capturable
 
 
 def _graphs_of_the_same_model(case: Case) -> Proposal | None:
