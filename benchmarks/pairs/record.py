@@ -116,7 +116,7 @@ def _prepare(flags):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if flags.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 
 def _programs(flags):
@@ -373,7 +373,6 @@ def _recorded(step, measured):
     import torch
     from torch.profiler import profile, schedule
 
-    sys.path.insert(0, str(HERE.parent.parent))
     from tracereader.run.inside import modules, steps
 
     profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), record_shapes=True)

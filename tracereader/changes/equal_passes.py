@@ -60,7 +60,7 @@ GATES = ("aten::tanh", "aten::sigmoid")
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """A loop whose passes compute with one part of a tensor each, or with an input of their own from the CPU.
+    """A loop whose passes may be computed at once, as far as the recording shows.
 
     starts: when each pass starts (ns). end: when the last one probably ends. what: what a pass does.
     """
@@ -240,13 +240,9 @@ def _recurs(step: Step, loop: Loop) -> bool:
 @kept_by_step
 def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
-    found = [
-        *_over_parts(trace, step),
-        *_over_all_parts(step),
-        *_over_tables(step),
-        *([] if trace.trains else _over_copies(step)),
-    ]
-    found += _over_models(trace, step)
+    found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
+    if not trace.trains:
+        found += _over_copies(step)
     # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
     found.sort(key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts))
     kept: list[Loop] = []
@@ -282,8 +278,10 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
 def _over_tables(step: Step) -> Iterator[Loop]:
     """Yield the lookups of as many embeddings of one width that follow each other, as those of columns do."""
     others = (op for op in step.outermost if op.name not in (*VIEWS, "aten::arange"))
-    for (name, width, _), run in groupby(others, lambda op: (op.name, (op.inputs.dims_at(0) or [])[1:], op.track)):
-        if name in LOOKS_UP and width:
+    for key, run in groupby(
+        others, lambda op: op.name in LOOKS_UP and (op.name, op.track, (op.inputs.dims_at(0) or [])[1:])
+    ):
+        if key and key[-1]:
             yield from _loop(list(run), TABLES, ALL_PARTS)
 
 
@@ -306,9 +304,11 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
         # Texts have other lengths, and other ops of this name may follow the loop.
         for firsts in (alike, [one for one in alike if one.inputs.dims == alike[0].inputs.dims]):
             calls, more = divmod(len(firsts), parts)
-            run = firsts[:: calls or 1]
+            if more or not calls:
+                continue
+            run = firsts[::calls]
             launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
-            if calls and not more and min(launched) > 0 and max(launched) <= ALIKE * min(launched):
+            if min(launched) > 0 and max(launched) <= ALIKE * min(launched):
                 yield from _loop(run, f"computes with one of the {parts:,} parts of a tensor")
                 break
 
