@@ -155,6 +155,53 @@ def test_a_large_saving_is_found_beside_disturbed_runs(searched):
         assert tried.sets_in_order(session)[0][0] == ("workers",) and session.saving(("workers",)).helps
 
 
+def in_two_speeds(seed):
+    """Return a small ViT as an H200 ran it where other programs made about half of the runs 1.5 times as long.
+
+    The CPU limits its eager step, so that TF32 helps only beside the graph, and other programs do not slow the graph.
+    """
+    luck = random.Random(seed)
+
+    def steps(keys):
+        slow = 1.5 if luck.random() < 0.55 else 1.0
+        return 4.3 * slow if "compile_reduce_overhead" not in keys else 2.25 if "tf32" in keys else 3.85
+
+    seen = Seen(modules=({**MODEL, "device": "cuda:0"},), torch="2.11.0", device="cuda", capability=(9, 0), threads=8)
+    return Simulated(seen=seen, steps=steps, noise=0.015, seconds=6.6, seed=seed)
+
+
+def test_a_large_saving_is_found_where_half_of_the_runs_are_slow(searched):
+    """Each run with the changes is faster than the fastest one without them, so that no interval is needed."""
+    both = ("compile_reduce_overhead", "tf32")
+    found = [searched(in_two_speeds(seed), minutes=5, only=both) for seed in range(20)]
+    assert sum(session.together == both for session in found) >= 16
+    assert all(session.saving(both).share > 0.3 for session in found if session.together == both)
+
+
+def test_what_helps_beside_a_change_that_is_known_late_runs_before_the_time_is_over(searched):
+    """The graph was known to help only after five runs, and two minutes were left without a run of TF32 beside it."""
+    both = ("compile_reduce_overhead", "tf32")
+    for seed in (5, 25, 26):
+        session = searched(in_two_speeds(seed), minutes=5, only=both)
+        assert session.of(both) and len(session.of(both[:1])) >= 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "usual", "apart"),
+    (
+        ([2.3, 2.2], [4.2, 6.5, 4.3, 6.4, 6.5, 4.2, 6.4, 4.4, 6.6], True),
+        ([2.3, 2.2], [4.2, 6.5, 4.3, 6.4, 6.5], False),  # one of 21 orders: too few runs
+        ([2.3, 4.3], [4.2, 6.5, 4.3, 6.4, 6.5, 4.2, 6.4, 4.4, 6.6], False),
+        ([4.1, 4.1], [4.2, 6.5, 4.3, 6.4, 6.5, 4.2, 6.4, 4.4, 6.6], False),  # as near as two quick runs as it is
+    ),
+)
+def test_runs_that_are_all_faster_than_each_other_one_help_beside_any_noise(changed, usual, apart):
+    noise = savings.Noise(0.4, 15, 0.4)
+    found = savings.saving([(usual[:2], one) for one in changed], noise, usual)
+    assert found.is_apart == apart and found.helps == apart
+    assert not savings.saving([(usual[:2], one) for one in changed], noise).helps
+
+
 def test_a_busy_machine_needs_more_to_be_convinced(searched, monkeypatch):
     quiet = searched(Simulated({"workers": 0.88}, ON_CPU, noise=0.0), minutes=1).saving(("workers",))
     program = Simulated({"workers": 0.88}, ON_CPU, noise=0.0)

@@ -20,6 +20,9 @@ MEDIAN_FROM = 3  # runs with a change, from which on their median is taken, whic
 TRIMMED = 0.2  # the share of differences that may come from disturbed runs
 OF_TRIMMED = 1.51  # the deviation of normal differences by that of those that are left
 MEDIANS_ERROR = 1.25  # the standard error of a median by that of a mean
+# Where other programs slow some of the runs, no interval is narrow. A change helps, too, if its slowest run is faster
+# than the fastest one without it by this share, and if equal programs would run in such an order less often than this.
+GAP, CHANCE = 0.05, 0.02
 
 
 class Noise(msgspec.Struct, frozen=True):
@@ -37,13 +40,14 @@ class Saving(msgspec.Struct, frozen=True):
     """The share of the step that a change saves, and the half width of its 99% interval.
 
     error: the half width of the interval of the logarithm of the ratio. runs: how many runs with the change there are.
-    faster: in how many of them the step was shorter than beside it.
+    faster: in how many of them the step was shorter than beside it. is_apart: whether each was faster than all others.
     """
 
     share: float
     error: float
     runs: int = 1
     faster: int = 1
+    is_apart: bool = False
 
     @property
     def plus_minus(self) -> float:
@@ -52,7 +56,8 @@ class Saving(msgspec.Struct, frozen=True):
     @property
     def helps(self) -> bool:
         """Return whether the saving is beyond the noise, and the runs agree: of four, one may be disturbed."""
-        return self.share > max(WORTH, self.least_shown) and self.runs - self.faster <= self.runs // 4
+        is_shown = self.is_apart or self.share > max(WORTH, self.least_shown)
+        return is_shown and self.runs - self.faster <= self.runs // 4
 
     @property
     def harms(self) -> bool:
@@ -139,10 +144,11 @@ def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> N
     return Noise(share, freedom, min(share, trimmed))
 
 
-def saving(pairs: Sequence[tuple[Sequence[float], float]], noise: Noise) -> Saving:
+def saving(pairs: Sequence[tuple[Sequence[float], float]], noise: Noise, usual: Sequence[float] = ()) -> Saving:
     """Return what a change saves: of one or two runs the mean ratio, of more the median ratio.
 
-    pairs: for each run with the change the steps of the runs as it is around it (µs), and its own step. The median is
+    pairs: for each run with the change the steps of the runs as it is around it (µs), and its own step. usual: the
+    steps of all runs as it is. The median is
     that of the ratios to each of them, because two runs share the one between them, which may be a disturbed one, or
     the median of the mean ratios, whichever is smaller.
     """
@@ -157,7 +163,16 @@ def saving(pairs: Sequence[tuple[Sequence[float], float]], noise: Noise) -> Savi
     deviation = noise.usual if is_median else noise.share
     error = deviation * math.sqrt((MEDIANS_ERROR**2 if is_median else 1) / len(pairs) + 1 / around)
     error *= STUDENTS_T[min(noise.freedom, len(STUDENTS_T)) - 1]
-    return Saving(share, error, len(logs), sum(one < 0 for one in logs))
+    return Saving(share, error, len(logs), sum(one < 0 for one in logs), _are_apart([one for _, one in pairs], usual))
+
+
+def _are_apart(changed: Sequence[float], usual: Sequence[float]) -> bool:
+    """Return whether each run with a change was faster than each without it, which is no chance.
+
+    What disturbs a run makes it slower, so that the fastest run as it is shows what the program takes at least.
+    """
+    by_chance = 1 / math.comb(len(changed) + len(usual), len(changed))
+    return by_chance < CHANCE and max(changed) < min(usual) * (1 - GAP)
 
 
 def beside(kinds: Sequence[bool], steps: Sequence[float], number: int) -> list[float]:

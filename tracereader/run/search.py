@@ -136,7 +136,7 @@ class Session:
         for number, one in enumerate(self.runs):
             if one.keys == keys:
                 pairs.append((beside(kinds, steps, number), one.step_us))
-        return saving(pairs, self.noise) if pairs else None
+        return saving(pairs, self.noise, [one.step_us for one in self.of(than)]) if pairs else None
 
     def difference(self, keys: tuple[str, ...]) -> Difference:
         """Return how the losses, or without losses the outputs, differ from those of the program as it is."""
@@ -300,6 +300,8 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
             _measure_again(session, until=SINGLES + 0.1)
             _all_together(session)
         _measure_again(session, until=1.0)
+        if best := _best(session):  # one may be known to help only now
+            session.together = tuple(sorted(_each_added(session, best)))
     finally:  # Ctrl-C ends it at any moment
         session.together = _best(session)
 
@@ -577,7 +579,7 @@ def _each_added(session: Session, chosen: Sequence[str]) -> list[str]:
         if not session.is_equal((candidate.key,)) or not (found is not None or candidate.is_safe or comparable):
             continue
         fails = any(set(one) <= set(wanted) for one in session.failures)
-        if fails or session.of(wanted) or not session.fits(wanted, now):
+        if fails or session.of(wanted) or not session.fits(wanted, AS_IT_IS):
             continue
         if _run(session, wanted) is None:
             continue
