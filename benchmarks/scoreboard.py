@@ -43,11 +43,13 @@ class Pair(msgspec.Struct, frozen=True):
 
     before, after: the names of the two recordings. change: the id of the proposal that it follows; empty if no proposal
     stands for it, or if the comparison does not decide which one. rank: its place among the proposals, from 1; None if
-    the report does not propose it. best_rank: the same among the proposals that were measured. predicted_us: the step
-    that the report predicts. measured_from_us, measured_us: the step before and after the change. promised: the share
-    of the step that the report says is saved; 0 without a proposal. low, high: the printed range of that share; None if
-    one number is printed. blind: the range that is printed if the step without the profiler is not known and the CPU
-    limits it; None for other steps.
+    the report does not propose it. best_rank: the same among the proposals that were measured. is_best: whether it
+    saves most of several measured changes of one recording, and PROMISED or more. predicted_us: the step that the
+    report predicts, and predicted_from_us the one that it begins with: the trace may come from another process than the
+    measurement. measured_from_us, measured_us: the step before and after the change. promised: the share of the step
+    that the report says is saved; 0 without a proposal. low, high: the printed range of that share; None if one number
+    is printed. blind: the range that is printed if the step without the profiler is not known and the CPU limits it;
+    None for other steps.
     """
 
     before: str
@@ -57,11 +59,14 @@ class Pair(msgspec.Struct, frozen=True):
     measured_us: float
     rank: int | None = None
     best_rank: int | None = None
+    is_best: bool = False
+    predicted_from_us: float | None = None
     predicted_us: float | None = None
     promised: float = 0.0
     low: float | None = None
     high: float | None = None
     blind: tuple[float, float] | None = None
+    elsewhere: float | None = None
 
     @property
     def is_predicted(self) -> bool:
@@ -69,13 +74,23 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Return the predicted step divided by the measured one."""
-        return self.predicted_us / self.measured_us
+        """Return the predicted step divided by the measured one, each as a share of the step before."""
+        return self.predicted_us / self.predicted_from_us / (1 - self.saved)
 
     @property
     def saved(self) -> float:
         """Return the measured saving's share of the step."""
         return 1 - self.measured_us / self.measured_from_us
+
+    @property
+    def least_saved(self) -> float:
+        """Return the saving that all measurements show."""
+        return self.saved if self.elsewhere is None else min(self.saved, self.elsewhere)
+
+    @property
+    def most_saved(self) -> float:
+        """Return the largest saving that a measurement shows."""
+        return self.saved if self.elsewhere is None else max(self.saved, self.elsewhere)
 
     @property
     def as_printed(self) -> bool:
@@ -89,8 +104,8 @@ def scores(pairs: Sequence[Pair]) -> dict[str, float | int | None]:
     """Return the figures over some pairs. A share or a median over nothing is None."""
     proposed = [one for one in pairs if one.is_predicted]
     promised = [one for one in proposed if one.promised >= PROMISED]
-    found = [one for one in pairs if one.change and one.saved >= PROMISED]
-    best = _best(pairs)
+    found = [one for one in pairs if one.change and one.least_saved >= PROMISED]
+    best = [one for one in pairs if one.is_best]
     return {
         "pairs": len(pairs),
         "predicted": len(proposed),
@@ -101,23 +116,13 @@ def scores(pairs: Sequence[Pair]) -> dict[str, float | int | None]:
         "blind": sum(one.blind is not None for one in pairs),
         "in_blind_range": sum(one.blind[0] <= max(0.0, one.saved) <= one.blind[1] for one in pairs if one.blind),
         "promises": len(promised),
-        "promises_not_kept": sum(one.saved < KEPT for one in promised),
+        "promises_not_kept": sum(one.most_saved < KEPT for one in promised),
         "savings_with_a_proposal_id": len(found),
         "savings_not_proposed": sum(not one.is_predicted for one in found),
         "recordings_with_several_changes": len(best),
         "best_is_first": sum(one.rank == 1 for one in best),
         "best_is_first_of_measured": sum(one.best_rank == 1 for one in best),
     }
-
-
-def _best(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the best measured change of each recording before several changes, if it saves PROMISED or more."""
-    of_one = defaultdict(list)
-    for one in pairs:
-        if one.change:
-            of_one[one.before].append(one)
-    best = [max(some, key=lambda one: one.saved) for some in of_one.values() if len({x.change for x in some}) > 1]
-    return [one for one in best if one.saved >= PROMISED]
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -139,10 +144,19 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [statistics.mean(places[value]) for value in values]
 
 
-def _ranked(pairs: list[Pair]) -> list[Pair]:
-    """Return the pairs of one recording with their places among the proposals that were measured."""
-    measured = sorted({one.rank for one in pairs if one.rank})
-    return [msgspec.structs.replace(one, best_rank=measured.index(one.rank) + 1 if one.rank else None) for one in pairs]
+def ranked(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs of one recording with their places among the proposals that were measured, and the best one."""
+    places = sorted({one.rank for one in pairs if one.rank})
+    known = [one for one in pairs if one.change]
+    best = max(known, key=lambda one: one.least_saved) if len({one.change for one in known}) > 1 else None
+    return [
+        msgspec.structs.replace(
+            one,
+            best_rank=places.index(one.rank) + 1 if one.rank else None,
+            is_best=one is best and one.least_saved >= PROMISED,
+        )
+        for one in pairs
+    ]
 
 
 def _pair(
@@ -163,8 +177,8 @@ def _pair(
         return Pair(before, after, change, *steps)
     low, high = one.estimated_savings or (None, None)
     unseen = next((x.estimated_savings for x in blind if x.change == one.change), None)
-    after_us, promised = one.times_us[1], one.likely_share
-    return Pair(before, after, change, *steps, 1 + proposed.index(one), None, after_us, promised, low, high, unseen)
+    rank = 1 + proposed.index(one)
+    return Pair(before, after, change, *steps, rank, None, False, *one.times_us, one.likely_share, low, high, unseen)
 
 
 def _blind(path: Path) -> Sequence:
@@ -196,13 +210,14 @@ def fitted() -> list[Pair]:
         one = next((one for one in proposed if one.change == change), None)
         steps = docs._slowest_us(before), docs._slowest_us(after)
         of_one[before].append(_pair(docs._ranks_in(before), docs._ranks_in(after), change, steps, proposed, one))
-    return [one for some in of_one.values() for one in _ranked(some)]
+    return [one for some in of_one.values() for one in ranked(some)]
 
 
 def of_folder(folder: Path) -> dict[str, list[Pair]]:
     """Return the pairs of a folder that benchmarks/pairs/record.py wrote. Variants that failed are left out.
 
-    A variant because of which a rule was written or changed says "fitted" in results.json, and counts among these.
+    A variant because of which a rule was written or changed says "fitted" in results.json, and counts among these. The
+    best change of a program is that of all its variants.
     """
     file, pairs = folder / "results.json", {"fitted": [], "unfitted": []}
     if not file.exists():
@@ -221,9 +236,9 @@ def of_folder(folder: Path) -> dict[str, list[Pair]]:
                 continue
             one = next((x for x in proposed if x.change == row["proposal"]), None)
             name = f"{program}/{variant}"
-            some.append((row, _pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind)))
-        ranked = _ranked([pair for _, pair in some])
-        for (row, _), pair in zip(some, ranked, strict=True):
+            pair = _pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind)
+            some.append((row, msgspec.structs.replace(pair, elsewhere=row.get("elsewhere"))))
+        for (row, _), pair in zip(some, ranked([pair for _, pair in some]), strict=True):
             pairs["fitted" if row.get("fitted") else "unfitted"].append(pair)
     return pairs
 

@@ -1,6 +1,6 @@
 """Record programs before and after single changes: their step without the profiler, and a trace of three steps.
 
-Usage: record.py FOLDER [--seconds S] [--programs A,B] [--part 1/2] [--rounds 2] [--device cuda] [--tiny]
+Usage: record.py FOLDER [--seconds S] [--programs A,B] [--part 1/2] [--rounds 2] [--passes 3] [--device cuda] [--tiny]
        record.py FOLDER --add OTHER ...
 
 Nobody fits a rule of read-trace to these pairs: benchmarks/scoreboard.py shows how well the rules predict programs that
@@ -8,8 +8,10 @@ they were not written for. The programs are in the modules of MODULES.
 
 Each variant of a program runs in processes of its own, one in each round: base, change 1, change 2, base, change 1, ...
 The processes of one group of programs are set up side by side, and wait. Then one after the other measures its step
-while all others sleep, and the first process of each variant records three steps. FOLDER/results.json is written after
-each group, so that a run may end at any time. --add takes over the results and traces of other folders.
+while all others sleep, and the first process of each variant records three steps. All of them measure again in each
+pass, and the fastest pass counts: machines that other programs share made half of the measurements 1.5 times as long,
+for seconds or for the whole life of a process. FOLDER/results.json is written after each group, so that a run may end
+at any time. --add takes over the results and traces of other folders.
 
 The processes are forked after torch is imported, and each imports the other libraries that it needs. Where a forked
 process cannot use the GPU, and with --fresh, each process starts anew and imports torch as well. The programs of TIERS
@@ -95,12 +97,13 @@ def _flags(argv):
     parser.add_argument("--programs", default="", help="names, separated by commas (default: all)")
     parser.add_argument("--part", default="1/1", help="1/2: every second program, from the first one")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each variant (default 2)")
+    parser.add_argument("--passes", type=int, default=3, help="measurements of each process (default 3)")
     parser.add_argument("--run-seconds", type=float, default=60, help="the longest set-up of one process (default 60)")
     parser.add_argument("--fresh", action="store_true", help="start each process anew instead of forking it")
     parser.add_argument(
         "--compile", choices=("none", "few", "all"), default="few", help="which programs run with torch.compile"
     )
-    parser.add_argument("--traces", choices=("base", "all"), default="all", help="variants that record a trace")
+    parser.add_argument("--traces", choices=("none", "base", "all"), default="all", help="variants that record a trace")
     parser.add_argument("--at-once", type=int, default=20, help="processes that are set up side by side (default 20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to test the programs")
@@ -198,9 +201,11 @@ def _run_group(group, programs, flags, folder, deadline, results, start):
         until = time.monotonic() + flags.run_seconds
         for child in children:
             child.hear(until, deadline)  # set up
-        for child in children:
-            if child.failure is None and time.monotonic() > deadline:
-                child.fail(NO_TIME)
+        for child in children * flags.passes:
+            if time.monotonic() > deadline:
+                if child.failure is None and "median_us" not in child.found:
+                    child.fail(NO_TIME)
+                continue
             child.ask("measure")
             child.hear(time.monotonic() + MEASURING_S, deadline)
         for child in children:
@@ -228,9 +233,8 @@ class _Child:
         context = multiprocessing.get_context(start)
         self.pipe, theirs = context.Pipe()
         name, variant, number = run
-        trace = (
-            folder / name / f"{variant}.json" if number == 0 and (variant == "base" or flags.traces == "all") else None
-        )
+        traced = number == 0 and flags.traces in ("all", variant)
+        trace = folder / name / f"{variant}.json" if traced else None
         self.process = context.Process(
             target=_child, args=(theirs, programs[name][0], name, variant, trace, flags.tiny)
         )
@@ -301,14 +305,16 @@ def _child(pipe, module, name, variant, trace, tiny):
         if os.environ["PAIRS_DEVICE"] == "cuda":
             torch.cuda.empty_cache()  # other processes are set up meanwhile; the memory is taken again before timing
         pipe.send({"first": first, "last": last, "setup_s": round(time.perf_counter() - began, 1)})
-        assert pipe.recv() == "measure"
-        measured = _measured(step, tiny)
-        recorded = _recorded(step, measured) if trace else None
         cuda = torch.cuda.is_available() and os.environ["PAIRS_DEVICE"] == "cuda"
-        measured["device"] = torch.cuda.get_device_name() if cuda else "CPU"
-        measured["torch"] = torch.__version__
-        pipe.send(measured)
-        assert pipe.recv() == "export"
+        machine = {"device": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__}
+        measured, recorded = [], None
+        while (asked := pipe.recv()) == "measure":
+            measured.append(_measured(step, tiny))
+            if trace and recorded is None:
+                recorded = _recorded(step, measured[0])
+            fastest = min(measured, key=lambda one: one["median_us"])
+            pipe.send(fastest | {"passes_us": [one["median_us"] for one in measured]} | machine)
+        assert asked == "export"
         if recorded:
             trace.parent.mkdir(parents=True, exist_ok=True)
             profiler, notes = recorded
