@@ -178,6 +178,19 @@ def test_a_large_saving_is_found_where_half_of_the_runs_are_slow(searched):
     assert all(session.saving(both).share > 0.3 for session in found if session.together == both)
 
 
+def test_a_saving_within_its_interval_is_explained(searched, capsys):
+    both = ("compile_reduce_overhead", "tf32")
+    session = searched(in_two_speeds(5), minutes=5, only=both)
+    (alone,) = [one for one in json.loads(tried.as_json(session, []))["changes"] if one["changes"] == list(both[:1])]
+    assert alone["each_run_faster"] and alone["verdict"] == "helps" and alone["saves"] < alone["plus_minus"]
+    tried.show(session)
+    explained = "A saving within its ± helps if each run with the change was faster than each one as it is."
+    assert explained in " ".join(capsys.readouterr().out.split())
+    session = searched(Simulated({"workers": 0.4}, ON_CPU))
+    tried.show(session)
+    assert explained not in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_helps_beside_a_change_that_is_known_late_runs_before_the_time_is_over(searched):
     """The graph was known to help only after five runs, and two minutes were left without a run of TF32 beside it."""
     both = ("compile_reduce_overhead", "tf32")

@@ -56,8 +56,12 @@ class Saving(msgspec.Struct, frozen=True):
     @property
     def helps(self) -> bool:
         """Return whether the saving is beyond the noise, and the runs agree: of four, one may be disturbed."""
-        is_shown = self.is_apart or self.share > max(WORTH, self.least_shown)
-        return is_shown and self.runs - self.faster <= self.runs // 4
+        return (self.is_apart or self.is_beyond) and self.runs - self.faster <= self.runs // 4
+
+    @property
+    def is_beyond(self) -> bool:
+        """Return whether the saving is larger than what chance makes of so many runs."""
+        return self.share > max(WORTH, self.least_shown)
 
     @property
     def harms(self) -> bool:

@@ -302,6 +302,8 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
         _measure_again(session, until=1.0)
         if best := _best(session):  # one may be known to help only now
             session.together = tuple(sorted(_each_added(session, best)))
+            if session.runs[-1].keys != AS_IT_IS and session.fits(AS_IT_IS):
+                _run(session)
     finally:  # Ctrl-C ends it at any moment
         session.together = _best(session)
 

@@ -227,6 +227,8 @@ def _sentences(
         if len(hidden) < len(unclear):
             noted += " A row with too few runs differs by more than the noise, and more --minutes decide it."
         lines.append(noted)
+    if any((saved := session.saving(keys)) is not None and saved.is_apart and not saved.is_beyond for keys in measured):
+        lines.append("A saving within its ± helps if each run with the change was faster than each one as it is.")
     others = statistics.median(one.others for one in session.runs)
     if others > CROWDED:
         lines.append(f"Other programs had the CPUs for {others:.0%} of the time, which is left out of the steps.")
@@ -299,6 +301,7 @@ def _row(session: Session, keys: tuple[str, ...]) -> dict:
         "saves": found.share,
         "plus_minus": found.plus_minus,
         "verdict": found.verdict,
+        "each_run_faster": found.is_apart,
         "results": _difference(difference),
         "predicted": predicted(session, keys),
         **_runs(session, keys),
