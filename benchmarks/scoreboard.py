@@ -49,7 +49,7 @@ class Pair(msgspec.Struct, frozen=True):
     measurement. measured_from_us, measured_us: the step before and after the change. promised: the share of the step
     that the report says is saved; 0 without a proposal. low, high: the printed range of that share; None if one number
     is printed. blind: the range that is printed if the step without the profiler is not known and the CPU limits it;
-    None for other steps.
+    None for other steps. elsewhere: the share that it saved in another measurement without a trace (record.py --again).
     """
 
     before: str
@@ -246,7 +246,10 @@ def of_folder(folder: Path) -> dict[str, list[Pair]]:
 ROWS = (
     ("measured pairs", "{pairs}"),
     ("with a prediction of this change", "{predicted}"),
-    ("predicted step within 30% of the measured one", "{within_30_percent} of {predicted}"),
+    (
+        "predicted step within 30% of the measured one, relative to the step before",
+        "{within_30_percent} of {predicted}",
+    ),
     ("median error of the predicted step", "{median_error:.0%}"),
     ("rank correlation of predicted and measured savings", "{rank_correlation:.2f}"),
     ("measured saving in the printed range or within 10 points", "{as_printed} of {predicted}"),

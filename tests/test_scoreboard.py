@@ -118,6 +118,20 @@ def test_results_of_two_folders_are_put_together(tmp_path):
     assert (tmp_path / "both/second/base.json.gz").exists()
 
 
+def test_what_changes_saved_in_another_folder_is_noted_beside_them(tmp_path):
+    def row(*times, served=1):
+        return {"proposal": "x", "served": served, "runs": [{"median_us": one} for one in times], "failures": []}
+
+    here = {"net": {"base": row(100.0), "graph": row(50.0), "larger": row(60.0)}, "other": {"base": row(1.0)}}
+    there = {"net": {"base": row(80.0, 120.0), "graph": row(90.0), "larger": row(160.0, served=2), "new": row(5.0)}}
+    for name, found in (("here", here), ("there", {**there, "unknown": there["net"]})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(found))
+    assert record([str(tmp_path / "here"), "--again", str(tmp_path / "there")]) == 0
+    here["net"]["graph"]["elsewhere"], here["net"]["larger"]["elsewhere"] = 0.1, 0.2
+    assert json.loads((tmp_path / "here/results.json").read_text()) == here
+
+
 @pytest.mark.exhaustive
 def test_programs_are_recorded_on_the_cpu_and_a_slow_one_is_a_row(tmp_path):
     pytest.importorskip("torch")

@@ -2,16 +2,18 @@
 
 Usage: record.py FOLDER [--seconds S] [--programs A,B] [--part 1/2] [--rounds 2] [--passes 3] [--device cuda] [--tiny]
        record.py FOLDER --add OTHER ...
+       record.py FOLDER --again OTHER
 
 Nobody fits a rule of read-trace to these pairs: benchmarks/scoreboard.py shows how well the rules predict programs that
 they were not written for. The programs are in the modules of MODULES.
 
 Each variant of a program runs in processes of its own, one in each round: base, change 1, change 2, base, change 1, ...
 The processes of one group of programs are set up side by side, and wait. Then one after the other measures its step
-while all others sleep, and the first process of each variant records three steps. All of them measure again in each
-pass, and the fastest pass counts: machines that other programs share made half of the measurements 1.5 times as long,
-for seconds or for the whole life of a process. FOLDER/results.json is written after each group, so that a run may end
-at any time. --add takes over the results and traces of other folders.
+while all others sleep. All of them measure again in each pass, and the fastest pass counts: other programs on the
+machine made half of the measurements up to 1.5 times as long. Then the first process of each variant records three
+steps. FOLDER/results.json is written after each group, so that a run may end at any time. --add takes over the results
+and traces of other folders. --again takes over only what their variants saved: scoreboard.py counts a saving if all
+measurements show it.
 
 The processes are forked after torch is imported, and each imports the other libraries that it needs. Where a forked
 process cannot use the GPU, and with --fresh, each process starts anew and imports torch as well. The programs of TIERS
@@ -61,6 +63,8 @@ def main(argv=None):
     folder.mkdir(parents=True, exist_ok=True)
     if flags.add:
         return _add(folder, flags.add)
+    if flags.again:
+        return _again(folder, Path(flags.again))
     began = time.monotonic()
     deadline = began + flags.seconds - SAVING_S
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # all processes are ended then
@@ -108,6 +112,7 @@ def _flags(argv):
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to test the programs")
     parser.add_argument("--add", nargs="+", metavar="OTHER", help="only take over the results of these folders")
+    parser.add_argument("--again", metavar="OTHER", help="only note what the variants of this folder saved")
     return parser.parse_args(argv)
 
 
@@ -201,12 +206,17 @@ def _run_group(group, programs, flags, folder, deadline, results, start):
         until = time.monotonic() + flags.run_seconds
         for child in children:
             child.hear(until, deadline)  # set up
-        for child in children * flags.passes:
-            if time.monotonic() > deadline:
-                if child.failure is None and "median_us" not in child.found:
+        for _ in range(flags.passes):
+            began = time.monotonic()
+            for child in children:
+                if child.failure is None and time.monotonic() > deadline:
                     child.fail(NO_TIME)
-                continue
-            child.ask("measure")
+                child.ask("measure")
+                child.hear(time.monotonic() + MEASURING_S, deadline)
+            if time.monotonic() + 2 * (time.monotonic() - began) > deadline:
+                break  # another pass and the recordings would not end in time
+        for child in children:
+            child.ask("record")
             child.hear(time.monotonic() + MEASURING_S, deadline)
         for child in children:
             child.ask("export")
@@ -307,14 +317,15 @@ def _child(pipe, module, name, variant, trace, tiny):
         pipe.send({"first": first, "last": last, "setup_s": round(time.perf_counter() - began, 1)})
         cuda = torch.cuda.is_available() and os.environ["PAIRS_DEVICE"] == "cuda"
         machine = {"device": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__}
-        measured, recorded = [], None
+        measured = []
         while (asked := pipe.recv()) == "measure":
             measured.append(_measured(step, tiny))
-            if trace and recorded is None:
-                recorded = _recorded(step, measured[0])
             fastest = min(measured, key=lambda one: one["median_us"])
             pipe.send(fastest | {"passes_us": [one["median_us"] for one in measured]} | machine)
-        assert asked == "export"
+        assert asked == "record"
+        recorded = _recorded(step, fastest) if trace else None
+        pipe.send({})
+        assert pipe.recv() == "export"
         if recorded:
             trace.parent.mkdir(parents=True, exist_ok=True)
             profiler, notes = recorded
@@ -478,6 +489,19 @@ def _add(folder, others):
         for path in other.glob("*/*.json.gz"):
             (folder / path.parent.name).mkdir(exist_ok=True)
             shutil.copyfile(path, folder / path.parent.name / path.name)
+    _write(folder, results)
+    return 0
+
+
+def _again(folder, other):
+    """Note beside each variant what it saved in another folder: the share of the step, as "elsewhere"."""
+    results = _read(folder)
+    for name, variants in _read(other).items():
+        base = step_us(variants.get("base"))
+        for variant, row in variants.items():
+            us = step_us(row)
+            if base and us and variant != "base" and variant in results.get(name, {}):
+                results[name][variant]["elsewhere"] = round(1 - us / base, 4)
     _write(folder, results)
     return 0
 
