@@ -184,7 +184,7 @@ def test_a_saving_within_its_interval_is_explained(searched, capsys):
     (alone,) = [one for one in json.loads(tried.as_json(session, []))["changes"] if one["changes"] == list(both[:1])]
     assert alone["each_run_faster"] and alone["verdict"] == "helps" and alone["saves"] < alone["plus_minus"]
     tried.show(session)
-    explained = "A saving within its ± helps if each run with the change was faster than each one as it is."
+    explained = "A saving that is hardly larger than its ± helps if each run with it was faster than each one as it is."
     assert explained in " ".join(capsys.readouterr().out.split())
     session = searched(Simulated({"workers": 0.4}, ON_CPU))
     tried.show(session)

@@ -228,7 +228,9 @@ def _sentences(
             noted += " A row with too few runs differs by more than the noise, and more --minutes decide it."
         lines.append(noted)
     if any((saved := session.saving(keys)) is not None and saved.is_apart and not saved.is_beyond for keys in measured):
-        lines.append("A saving within its ± helps if each run with the change was faster than each one as it is.")
+        lines.append(
+            "A saving that is hardly larger than its ± helps if each run with it was faster than each one as it is."
+        )
     others = statistics.median(one.others for one in session.runs)
     if others > CROWDED:
         lines.append(f"Other programs had the CPUs for {others:.0%} of the time, which is left out of the steps.")
