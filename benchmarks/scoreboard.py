@@ -175,10 +175,21 @@ def _pair(
     """
     if one is None:
         return Pair(before, after, change, *steps)
+    predicted_from_us, predicted_us = one.times_us
     low, high = one.estimated_savings or (None, None)
-    unseen = next((x.estimated_savings for x in blind if x.change == one.change), None)
-    rank = 1 + proposed.index(one)
-    return Pair(before, after, change, *steps, rank, None, False, *one.times_us, one.likely_share, low, high, unseen)
+    return Pair(
+        before,
+        after,
+        change,
+        *steps,
+        rank=1 + proposed.index(one),
+        predicted_from_us=predicted_from_us,
+        predicted_us=predicted_us,
+        promised=one.likely_share,
+        low=low,
+        high=high,
+        blind=next((x.estimated_savings for x in blind if x.change == one.change), None),
+    )
 
 
 def _blind(path: Path) -> Sequence:

@@ -40,7 +40,7 @@ class Saving(msgspec.Struct, frozen=True):
     """The share of the step that a change saves, and the half width of its 99% interval.
 
     error: the half width of the interval of the logarithm of the ratio. runs: how many runs with the change there are.
-    faster: in how many of them the step was shorter than beside it. is_apart: whether each was faster than all others.
+    faster: in how many of them the step was shorter than beside it. is_apart: see _are_apart().
     """
 
     share: float
@@ -151,10 +151,9 @@ def noise_of(series: Sequence[Sequence[float]], usual: float = USUAL_NOISE) -> N
 def saving(pairs: Sequence[tuple[Sequence[float], float]], noise: Noise, usual: Sequence[float] = ()) -> Saving:
     """Return what a change saves: of one or two runs the mean ratio, of more the median ratio.
 
-    pairs: for each run with the change the steps of the runs as it is around it (µs), and its own step. usual: the
-    steps of all runs as it is. The median is
+    pairs: for each run with the change the steps of the runs as it is around it (µs), and its own step. The median is
     that of the ratios to each of them, because two runs share the one between them, which may be a disturbed one, or
-    the median of the mean ratios, whichever is smaller.
+    the median of the mean ratios, whichever is smaller. usual: the steps of all runs as it is, which decide is_apart.
     """
     each = [[math.log(after / one) for one in before] for before, after in pairs]
     logs = [statistics.fmean(ratios) for ratios in each]

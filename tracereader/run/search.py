@@ -302,8 +302,7 @@ def search(session: Session, only: Sequence[str] = (), without: Sequence[str] = 
         _measure_again(session, until=1.0)
         if best := _best(session):  # one may be known to help only now
             session.together = tuple(sorted(_each_added(session, best)))
-            if session.runs[-1].keys != AS_IT_IS and session.fits(AS_IT_IS):
-                _run(session)
+            _end_as_it_is(session)
     finally:  # Ctrl-C ends it at any moment
         session.together = _best(session)
 
@@ -357,6 +356,12 @@ def _run(session: Session, keys: tuple[str, ...] = AS_IT_IS) -> Run | None:
     one = session.run(keys)
     _told(session, keys, one)
     return one
+
+
+def _end_as_it_is(session: Session) -> None:
+    """Run the program as it is after the last change, as far as the time allows, so that the change has both sides."""
+    if session.runs[-1].keys != AS_IT_IS and session.fits(AS_IT_IS):
+        _run(session)
 
 
 def _spent(session: Session) -> float:
@@ -499,8 +504,7 @@ def _all_together(session: Session) -> None:
     chosen = _or_the_bet(session, chosen)
     if len(chosen) > 1:
         session.together = tuple(sorted(chosen))
-        if session.runs[-1].keys != AS_IT_IS and session.fits(AS_IT_IS):
-            _run(session)
+        _end_as_it_is(session)
         chosen = _each_left_out(session, chosen)
     session.together = tuple(sorted(chosen))
     found = session.saving(session.together) if chosen else None
