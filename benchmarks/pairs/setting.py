@@ -37,6 +37,7 @@ def graphed(step):
         graph.replay()
         return result
 
+    replay.step = step  # The graph reads the model's and the data's memory, which must not be freed.
     return replay
 
 
