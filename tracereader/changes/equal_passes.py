@@ -32,6 +32,7 @@ from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
+from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
 
 MOSTLY = 0.5  # of a step's GPU time
@@ -43,6 +44,7 @@ JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 FROM_THE_CPU = "computes with an input of its own from the CPU"
 OWN_MODEL = "computes with a model of its own"  # of an ensemble, or of one customer or task each
 AGAIN = "calls the same model, with nothing computed in between"  # such as Monte Carlo dropout
+OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
     "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
@@ -53,6 +55,11 @@ HOW = {
     OWN_MODEL: "if all are alike and independent: torch.func.stack_module_state, vmap, and one optimizer for all",
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
+HOW[OWN_INDICES] = HOW[AGAIN]
+IS_LOSS = re.compile(r"Loss(_\d+)?$").search
+# The first op of a model that takes its data beside weights, and ops whose result may be whole numbers.
+TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*|lstm|gru)$").match
+NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|max|min|to|multinomial|nonzero|bucketize|where|copy_)$").match
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -335,41 +342,68 @@ def _over_copies(step: Step) -> Iterator[Loop]:
 
 
 def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
-    """Yield the loops that call one model after the other, or one model again, as far as no call has another's result.
+    """Yield the loops that call one model after the other, or a module again, as far as no call has another's result.
 
-    In training, each call has a backward and modules of its own, except for losses. Otherwise nothing is computed
-    between the calls. Modules inside other ones do not count, because the layers of a model need each other's results.
+    In training, each model has a backward and modules of its own, except for losses. Models inside other ones do not
+    count, because the layers of a model need each other's results.
     """
     begins = [op.start for op in backward_begins(trace, step)]
     for track, modules in trace.modules.items():
         ops = [op for op in step.outermost if op.kind == "op" and op.track == track]
         roots = [one for one in modules if step.start <= one.start < step.end]
         for run in grouped((NUMBER.sub("", root.name), root) for root in roots).values():
-            if len(run) < ALL_PARTS or not _results_stay(ops, run[0], begins):
+            if len(run) < ALL_PARTS or len({call.name for call in run}) < len(run):
                 continue
             before = [*(bisect.bisect(begins, call.start) for call in run), len(begins)]
-            models = len({call.name for call in run})
-            if models == len(run) and all(one < two for one, two in pairwise(before)) and not _shared(roots, run):
+            own = all(one < two for one, two in pairwise(before)) and not _shared(roots, run)
+            if (own or not begins) and any(calls == run for calls, _ in _apart(step, ops, run, begins, own)):
                 yield from _loop(run, OWN_MODEL, ALL_PARTS)
-            elif models in (1, len(run)) and not trace.trains and _alone(step, ops, run):
-                yield from _loop(run, OWN_MODEL if models > 1 else AGAIN, ALL_PARTS)
+        for some in (roots, *(one.children for root in roots for one in root.walk())):
+            for run in grouped((one.name, one) for one in some).values():
+                for calls, what in _apart(step, ops, run, begins):
+                    later = (one.start for one in some if one.start > calls[-1].start)
+                    yield from _loop(calls, what, len(calls), min(later, default=step.end))
 
 
-def _results_stay(ops: Sequence[Op], call: Op, begins: Sequence[int]) -> bool:
-    """Return whether a call takes no tensor of the shape of its result, so that no call takes another's result.
+def _apart(
+    step: Step, ops: Sequence[Op], run: Sequence[Op], begins: Sequence[int], own: bool = False
+) -> Iterator[tuple[Sequence[Op], str]]:
+    """Yield the calls that follow each other and take no other call's result, and what such a pass does.
 
-    The result is what the next op takes, or in training one of the tensors that are taken until backward begins. Sizes
-    count where nothing is computed between calls, because of views. Shapes in lists are not recorded.
+    Each launches as much. Nothing is computed between the calls, or nothing that makes whole numbers if they take
+    these, unless each has a backward of its own. What is called after the last one takes the result. Its type and size
+    show that it is no input, or the next op takes all results together.
     """
-    until = next((time for time in begins if time > call.end), call.end)
-    begin, end, last = (bisect.bisect_left(ops, time, key=start_of) for time in (call.start, call.end, until))
-    kind = tuple if begins else math.prod
-    taken, results = (
-        {kind(dims) for op in some for one in op.walk() for dims in one.inputs.dims}
-        for some in (ops[begin:end], ops[end : max(last, end + 1)])
-    )
-    joins = any(one.name in JOINS for op in ops[begin:end] for one in op.walk())
-    return bool(taken and results) and taken.isdisjoint(results) and not joins
+    if len(run) < 2 or IS_LOSS(run[0].name):
+        return
+    places = [tuple(bisect.bisect_left(ops, time, key=start_of) for time in (one.start, one.end)) for one in run]
+    data = [_data(ops[begin:end]) for begin, end in places]
+    of_numbers, cuts = "int" in getattr(data[0], "type", ""), [0]
+    makes = (lambda op: NUMBERS(op.name)) if of_numbers else _computes
+    for place, ((_, end), (begin, _)) in enumerate(pairwise(places), 1):
+        before, after = (bisect.bisect(begins, time) for time in (run[place - 1].end, run[place].start))
+        made = before < after or any(map(makes, ops[end - of_numbers : begin]))  # numbers also by the call's last op
+        if data[place] is None or data[place] != data[place - 1] or (made and not own):
+            cuts.append(place)
+    inside, size = ops[slice(*places[0])], tuple if of_numbers or own else math.prod  # a view has the size of a result
+    taken = {(one.type, size(one.shape)) for op in inside for one in op.inputs.tensors}
+    joins = any(one.name in JOINS for op in inside for one in op.walk())  # shapes in lists are not recorded
+    for calls, (_, last) in ((run[one:two], places[two - 1]) for one, two in pairwise([*cuts, len(run)])):
+        trained = next((time for time in begins if own and time > calls[-1].end), 0)
+        following = ops[last : max(last + 1, bisect.bisect_left(ops, trained, key=start_of))]
+        results = [(one.type, size(one.shape)) for op in following for one in op.inputs.tensors]
+        launched = set(_launches(step, [(call.start, call.end) for call in calls]))
+        shown = own or of_numbers or any(op.name in ("aten::detach", "aten::to") or _computes(op) for op in following)
+        if len(calls) > 1 and len(launched) == 1 and launched != {0} and results and shown:
+            together = not own and results.count(results[0]) >= len(calls)
+            if together or not (joins or taken.intersection(results if own else results[:1])):
+                yield calls, OWN_INDICES if of_numbers else AGAIN
+
+
+def _data(ops: Sequence[Op]) -> Tensor | None:
+    """Return the first tensor that a model's ops compute with beside weights; None if the trace does not show it."""
+    first = next((op for op in ops if TAKES_DATA(op.name)), None)
+    return next(iter(first.inputs.tensors[first.name in LOOKS_UP :]), None) if first is not None else None
 
 
 def _shared(roots: Sequence[Op], calls: Sequence[Op]) -> bool:
@@ -379,17 +413,6 @@ def _shared(roots: Sequence[Op], calls: Sequence[Op]) -> bool:
         for one in root.walk() if starts[0] <= root.start else ():
             passes[one.name].add(bisect.bisect(starts, root.start))
     return any(len(some) > 1 for name, some in passes.items() if not NUMBER.sub("", name).endswith("Loss"))
-
-
-def _alone(step: Step, ops: Sequence[Op], calls: Sequence[Op]) -> bool:
-    """Return whether as much is launched in each call, and nothing but copies of its result to the CPU between them."""
-    places = [bisect.bisect_left(ops, time, key=start_of) for call in calls for time in (call.start, call.end)]
-    for end, begin in zip(places[1::2], places[2::2], strict=False):
-        is_result = end < begin and (ops[end].name == "aten::detach" or any(ops[end].work_below()))
-        if not is_result or any(map(_computes, ops[end:begin])):
-            return False
-    launched = set(_launches(step, [(call.start, call.end) for call in calls]))
-    return len(launched) == 1 and launched != {0}
 
 
 def _computes(op: Op) -> bool:
@@ -405,11 +428,11 @@ def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:
     return [bisect.bisect(starts, end) - bisect.bisect(starts, start) for start, end in spans]
 
 
-def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES) -> Iterator[Loop]:
+def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES, until: float = math.inf) -> Iterator[Loop]:
     if len(run) >= least:
         starts = tuple(op.start for op in run)
         usual = median_high([two - one for one, two in pairwise(starts)])
-        yield Loop(starts, starts[-1] + usual, what)
+        yield Loop(starts, min(starts[-1] + usual, until), what)
 
 
 def _part(op: Op) -> tuple[int, int | None]:
@@ -458,7 +481,7 @@ def double_batch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if any(loop.what not in (TABLES, OWN_MODEL, AGAIN) for loop in loops(case.trace, case.step)):
+    if any(loop.what not in HOW for loop in loops(case.trace, case.step)):
         return None  # each sample of a loop has launches of its own
     own = []
     for step in case.steps:
