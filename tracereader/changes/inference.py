@@ -14,7 +14,7 @@ from tracereader.changes.roofline import moving_us
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
 from tracereader.figures.avoidable import adapters
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import backward_nodes, backward_of_left_gradients
+from tracereader.figures.phases import backward_nodes, left_gradients
 from tracereader.figures.training import unused_nodes
 from tracereader.findings.decoding import head_of_all
 from tracereader.findings.device_words import CUDA_OR_HIP
@@ -22,7 +22,6 @@ from tracereader.findings.finding import counted, duration
 from tracereader.replay.changes import cuda_graph as as_cuda_graph
 from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Work
-from tracereader.trace.labels import ACCUMULATES
 from tracereader.trace.op_names import COPYING
 from tracereader.two_runs.faster import graphs_launched
 from tracereader.two_runs.same_work import (
@@ -80,22 +79,27 @@ def last_logits(case: Case) -> Proposal | None:
 
 
 def _without_left_gradients(case: Case) -> Proposal | None:
-    """Propose to compute no gradients that stay from step to step, if they come last in backward."""
+    """Propose to compute no gradients that stay from step to step: those of what is not trained."""
     # In a step after one that has used and cleared the gradients, these are new.
-    if not all(backward_of_left_gradients(case.trace, step) for step in case.trace.steps if backward_nodes(step)):
+    if not all(left_gradients(case.trace, step) for step in case.trace.steps if backward_nodes(step)):
         return None
-    found, typical = case.in_each_step(lambda step: backward_of_left_gradients(case.trace, step))
-    if not typical:
+    in_steps, typical = case.in_each_step(lambda step: left_gradients(case.trace, step))
+    if typical is None:
         return None
-    ends = [(nodes[0].track, nodes[0].start, nodes[-1].end) for nodes in found if nodes]
-    gradients = sum(node.name == ACCUMULATES for node in typical)
+    adding, last, beside = (list(chain.from_iterable(some)) for some in zip(*filter(None, in_steps), strict=True))
+    spans = [(some[0].track, some[0].start, some[-1].end) for _, some, _ in filter(None, in_steps) if some]
+    # A node with two gradients takes as long for each.
+    spans += [(node.track, node.start, (node.start + node.end) // 2) for node in beside]
+    graph = with_durations(case.graph, {work: work.us / 2 for node in beside for work in node.work_below()})
+    where = f", in {counted(len(typical[1]), 'op')} after all other gradients" * bool(typical[1])
     return Proposal(
-        without_ops(without_cpu_time(case.graph, ends), [node for nodes in found for node in nodes]),
-        f"backward adds to {counted(gradients, 'gradient')} that the step before left, in "
-        f"{counted(len(typical), 'op')} after all other gradients: no zero_grad() clears them",
-        "torch.no_grad() around the model that is not trained, or requires_grad_(False) for its parameters, if no "
-        "later step uses these gradients",
+        without_ops(without_cpu_time(graph, spans), [*last, *adding]),
+        f"backward adds to {counted(len(typical[0]), 'gradient')} that the step before left{where}: no zero_grad() "
+        "clears them",
+        "if no later step uses these gradients: requires_grad_(False) for the parameters that are not trained, or "
+        "torch.no_grad() around a model through which no needed gradient goes",
         title="compute no gradients of what is not trained",
+        assumed=bool(beside),
     )
 
 

@@ -4,6 +4,7 @@ Autograd's events tell, for programs that do not annotate these parts.
 """
 
 import bisect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -17,7 +18,10 @@ from tracereader.trace.families import HEAVY, says
 from tracereader.trace.grouped import T, grouped
 from tracereader.trace.intervals import Intervals, Lengths, length, minus, union
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
+from tracereader.trace.op_names import CONVOLUTIONS, PRODUCTS
 
+# A weight's own view may come between the op that computes its gradient and that gradient.
+OF_A_VIEW = re.compile(r"\b(T|Transpose|Permute|View|UnsafeView)Backward\d*$").search
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
 
 
@@ -126,20 +130,29 @@ def added_gradients(step: Step) -> list[Op]:
 
 
 @kept_by_step
-def backward_of_left_gradients(trace: Trace, step: Step) -> list[Op]:
-    """Return the nodes of backward that only add to gradients which the step before left, after all other ones.
+def left_gradients(trace: Trace, step: Step) -> tuple[list[Op], list[Op], list[Op]] | None:
+    """Return the nodes of backward that add to gradients which the step before left; None without such nodes.
 
-    Where some gradients are new, the program has cleared these. One that is added to was there before. What runs after
-    the last new gradient is needed for no new one. The list is empty if the step has several passes or one inside
-    another, which may add to the gradients of the first, or if the trace does not show how many it has.
+    With them come the nodes after the last new gradient, and the products that compute a needed gradient beside one
+    that was left. Where some gradients are new, the program has cleared these; one that is added to was there before.
+    Passes after a step's first one, or inside it, add to its gradients: the result is None then, or if it is unknown.
     """
     nodes = sorted(backward_nodes(step), key=lambda op: (op.track, op.start))
     is_nested = any(one.track == after.track and after.start < one.end for one, after in pairwise(nodes))
     if is_nested or not _is_tied(trace, step) or len(backward_begins(trace, step)) != 1:
-        return []
-    giving = (node for node in nodes if node.name == ACCUMULATES)
-    new = [node.start for node in giving if not any(op.name.startswith("aten::add") for op in node.walk())]
-    return [node for node in nodes if node.start > max(new)] if new else []
+        return None
+    giving = [node for node in nodes if node.name == ACCUMULATES]
+    adding = {id(node): node for node in giving if any(op.name.startswith("aten::add") for op in node.walk())}
+    new = [node.start for node in giving if id(node) not in adding]
+    if not new or not adding:
+        return None
+    beside, maker, last = {}, None, max(new)
+    for node in nodes:
+        if node.name != ACCUMULATES and not OF_A_VIEW(node.name):
+            maker = node if any(op.name in (*PRODUCTS, *CONVOLUTIONS) for op in node.walk()) else None
+        elif id(node) in adding and node.start < last and maker is not None:
+            beside[id(maker)] = maker
+    return list(adding.values()), [node for node in nodes if node.start > last], list(beside.values())
 
 
 def in_backward(op: Op) -> bool:
