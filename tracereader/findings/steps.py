@@ -32,9 +32,6 @@ FAR_FROM_A_ROOF = 0.05
 # Steps are alike if the longest takes less than this many times the shortest. In 174 recordings on the H200, the steps
 # after the first differ by a factor of 1.1 in the median, and by more than 1.7 in four recordings.
 ALIKE = 1.5
-# The gap before the first step's first op is long from this many times the other steps' gap on. In 162 recordings on
-# the H200 it is 2.4 times as long in the median. In two of them another step's gap exceeds 1.7 times the median.
-LONG_GAP = 1.5
 # If copies by the driver have less than this share of the time of copies and copy kernels, only the kernels are named.
 MOSTLY_KERNELS = 0.1
 # If a step's GPU time exceeds another step's by more than this factor, the GPU work may be the reason for a longer
@@ -496,7 +493,8 @@ def slow_first_step(summary: Summary) -> Verdict:
     claims="06",
 )
 def first_step_is_wider(summary: Summary) -> Verdict:
-    first, gaps = summary.steps[0], _gaps(summary)
+    first = summary.steps[0]
+    gaps = [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
     if len(summary.steps) < 3 or first.label_to_first_op_us is None:
         return Verdict(None, "fewer than three steps with an op")
     usual = summary.cpu_us
@@ -550,21 +548,6 @@ def outside(summary: Summary) -> str:
     if not us or us < MUCH_OUTSIDE * steps_us:
         return ""
     return f"{duration(us)} of the recording lies outside the {'steps' if len(summary.steps) > 1 else 'step'}"
-
-
-def _gaps(summary: Summary) -> list[float]:
-    return [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
-
-
-@finding(CPU, "a gap between the annotation's start and its first op", teaches=True)
-def late_first_op(summary: Summary) -> Verdict:
-    """This is also cold-start cost, before the first op."""
-    # On the H200's machine, record_function itself takes 3 to 6 µs.
-    gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
-    if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < LONG_GAP * median(gaps[1:]):
-        return Verdict(False, "")
-    whose = "" if summary.cpu.label else "; without an annotation, from the step's start"
-    return Verdict(True, f"{part_of(first, median(gaps[1:]), 'in the first step,')} in the others{whose}")
 
 
 @finding(predicts="in a warm run all steps take about the same time", claims="07")
@@ -632,27 +615,3 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
     return Verdict(
         us > 5, f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}"
     )
-
-
-@finding(GPU, "kernels that start long after their launch", needs_gpu=True, teaches=True)
-def kernels_queue(summary: Summary) -> Verdict:
-    """The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches."""
-    # A launch reaches an idle GPU in 5 to 15 µs on the H200.
-    waits = [
-        one.launch_to_start_us for one in summary.gpu_work if one.launch_to_start_us is not None and not one.from_graph
-    ]
-    if not waits:
-        return Verdict(None, "no launch in the trace")
-    ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
-    seen = f"the median launch latency of a step is {duration(median(waits))}"
-    return Verdict(median(waits) > 30 and ahead, seen)
-
-
-@finding(GPU, "gaps between the kernels of one step", needs_gpu=True, teaches=True)
-def gaps_between_kernels(summary: Summary) -> Verdict:
-    """The GPU is idle because the CPU has not launched the next kernel."""
-    span, found = summary.chosen.gpu_span_us, summary.step_gpu
-    gaps = found.idle_not_launched_us if found else 0.0
-    seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans"
-    # Back-to-back kernels of one stream are 1 to 2 µs apart.
-    return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
