@@ -6,6 +6,7 @@ records three steps of each on a CPU with nothing else to do, into the folders o
 """
 
 import gzip
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -123,6 +124,88 @@ def every_second_step():
         for one in optimizers[: 1 + (count % 2 == 0)]:
             one.step()
             one.zero_grad()
+
+    return step
+
+
+def biases_alone():
+    """An optimizer that was given the weights alone leaves the gradients of the biases, which need no product."""
+    model, x = mlp(64, 256, 256, 4), torch.randn(32, 64)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.dim() > 1], 0.01)
+
+    def step():
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def zeroed_by_hand():
+    """One of two parts sets its gradients to zero by itself, and adds to them."""
+    body, head, x = mlp(64, 256, 64), nn.Linear(64, 4), torch.randn(32, 64)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.01)
+
+    def step():
+        for one in body.parameters():
+            if one.grad is not None:
+                one.grad.zero_()
+        head.zero_grad()
+        head(body(x)).pow(2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def inputs_with_gradients():
+    """Gradients of many steps add up, and only those of the inputs are new in each step."""
+    words, model, tokens, count = nn.Embedding(50, 64).requires_grad_(False), mlp(64, 256, 4), torch.arange(32), 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step():
+        nonlocal count
+        count += 1
+        model(words(tokens).requires_grad_()).pow(2).mean().backward()
+        if count % 16 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def refinement():
+    """A model improves what it is given, several times."""
+    model, back, x = mlp(64, 256, 16), torch.randn(16, 64), torch.randn(32, 64)
+
+    @torch.no_grad()
+    def step():
+        z = x
+        for _ in range(6):
+            z = z + 0.1 * (model(z).tanh() @ back)
+        return model(z).detach()
+
+    return step
+
+
+def two_views():
+    """A model sees two views of the same thing."""
+    model, x, y = mlp(64, 256, 16), torch.randn(32, 64), torch.randn(32, 64)
+
+    @torch.no_grad()
+    def step():
+        return (model(x) - model(y)).abs().mean()
+
+    return step
+
+
+def shared_words():
+    """An encoder and a decoder look up words in one table, and the decoder needs the encoder's result."""
+    table, encoder, decoder = nn.Embedding(50, 64), mlp(64, 256, 256, 64), mlp(64, 256, 64)
+    source, target = torch.arange(32), torch.arange(32).flip(0)
+
+    @torch.no_grad()
+    def step():
+        return decoder(table(target) + encoder(table(source))).mean()
 
     return step
 
@@ -275,32 +358,57 @@ def kernel(weak):
 
 # By folder, the programs that have the weakness unless they are told otherwise, and those that do not have it.
 PROGRAMS = {
-    "left_gradients": ((head_alone, teacher, condition), (loss_network, accumulation, shared_layer, every_second_step)),
+    "left_gradients": (
+        (head_alone, teacher, condition),
+        (
+            loss_network,
+            accumulation,
+            shared_layer,
+            every_second_step,
+            biases_alone,
+            zeroed_by_hand,
+            inputs_with_gradients,
+        ),
+    ),
+    "module_calls": ((), (refinement, two_views, shared_words)),
     "equal_passes": ((sample_loop, tables), ()),
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
 }
-APART = ("float64", "indices")
+APART, WITH_MODULES = ("float64", "indices"), ("module_calls",)
 
 
-def record(step, file, apart=False):
-    """Write the trace of three warm steps. apart: their shapes are those of other steps, as record-trace has them."""
+def record(step, file, apart=False, with_modules=False):
+    """Write the trace of three warm steps. apart: their shapes are those of other steps, as record-trace has them.
+
+    with_modules: of torch's Python functions, the calls of modules are kept.
+    """
     files = [file.with_suffix(".json.gz"), file.with_suffix(".with_shapes.gz")]
     for path, with_shapes in zip(files, (False, True), strict=True) if apart else [(files[0], True)]:
         with profile(
             activities=[ProfilerActivity.CPU],
             schedule=schedule(wait=3, warmup=1, active=3),
             record_shapes=with_shapes,
+            with_stack=with_modules,
             on_trace_ready=lambda done: done.export_chrome_trace(str(file)),
         ) as profiler:
             for _ in range(7):
                 step()
                 profiler.step()
-        path.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+        content = file.read_bytes()
+        if with_modules:
+            document = json.loads(content)
+            document["traceEvents"] = [one for one in document["traceEvents"] if not is_of_a_file(one)]
+            content = json.dumps(document).encode()
+        path.write_bytes(gzip.compress(content, mtime=0))
         file.unlink()
     if apart:
         put_into(*files)
         files[1].unlink()
+
+
+def is_of_a_file(event):
+    return event.get("cat") == "python_function" and not event["name"].startswith("nn.Module: ")
 
 
 def main(names):
@@ -313,7 +421,7 @@ def main(names):
             record(program(True), folder / f"{program.__name__}.json", apart)
             record(program(False), folder / f"{program.__name__}_without.json", apart)
         for program in others:
-            record(program(), folder / f"{program.__name__}.json", apart)
+            record(program(), folder / f"{program.__name__}.json", apart, name in WITH_MODULES)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from statistics import median_high
 
 import msgspec
@@ -30,6 +30,7 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
+from tracereader.trace.intervals import union
 from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.trace.types import Tensor
@@ -57,9 +58,13 @@ HOW = {
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
 IS_LOSS = re.compile(r"Loss(_\d+)?$").search
-# The first op of a model that takes its data beside weights, and ops whose result may be whole numbers.
-TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*|lstm|gru)$").match
-NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|max|min|to|multinomial|nonzero|bucketize|where|copy_)$").match
+# The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
+TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
+LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(r"aten::\w*(lstm|gru|rnn)").match
+# Ops that make whole numbers. A model may make a mask, but picks no tokens.
+PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
+NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
+FEW = 3  # answers or tokens of a triplet. More calls may be steps that pass a state on
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -75,6 +80,9 @@ class Loop(msgspec.Struct, frozen=True):
     starts: tuple[int, ...]
     end: int
     what: str
+
+    def overlaps(self, other: "Loop") -> bool:
+        return self.starts[0] < other.end and other.starts[0] < self.end
 
 
 def at_once_on_the_cpu(case: Case) -> Proposal | None:
@@ -245,16 +253,19 @@ def _recurs(step: Step, loop: Loop) -> bool:
 
 
 @kept_by_step
+def all_loops(trace: Trace, step: Step) -> list[Loop]:
+    """Return the loops of a step whose passes have inputs of their own; of loops in each other, all."""
+    found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
+    return found if trace.trains else [*found, *_over_copies(step)]
+
+
+@kept_by_step
 def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
-    found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
-    if not trace.trains:
-        found += _over_copies(step)
-    # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
-    found.sort(key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts))
     kept: list[Loop] = []
-    for loop in found:
-        if not any(loop.starts[0] < other.end and other.starts[0] < loop.end for other in kept):
+    # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
+    for loop in sorted(all_loops(trace, step), key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts)):
+        if not any(map(loop.overlaps, kept)):
             kept.append(loop)
     return sorted(kept, key=lambda one: one.starts)
 
@@ -356,54 +367,76 @@ def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
                 continue
             before = [*(bisect.bisect(begins, call.start) for call in run), len(begins)]
             own = all(one < two for one, two in pairwise(before)) and not _shared(roots, run)
-            if (own or not begins) and any(calls == run for calls, _ in _apart(step, ops, run, begins, own)):
+            apart = own and begins and _results_stay(ops, run[0], begins)
+            if apart or (not begins and any(calls == run for calls, _ in _apart(step, ops, run, begins, True))):
                 yield from _loop(run, OWN_MODEL, ALL_PARTS)
         for some in (roots, *(one.children for root in roots for one in root.walk())):
             for run in grouped((one.name, one) for one in some).values():
-                for calls, what in _apart(step, ops, run, begins):
+                for calls, what in _apart(step, ops, run, begins, some is roots):
                     later = (one.start for one in some if one.start > calls[-1].start)
                     yield from _loop(calls, what, len(calls), min(later, default=step.end))
 
 
 def _apart(
-    step: Step, ops: Sequence[Op], run: Sequence[Op], begins: Sequence[int], own: bool = False
+    step: Step, ops: Sequence[Op], run: Sequence[Op], begins: Sequence[int], are_roots: bool
 ) -> Iterator[tuple[Sequence[Op], str]]:
     """Yield the calls that follow each other and take no other call's result, and what such a pass does.
 
-    Each launches as much. Nothing is computed between the calls, or nothing that makes whole numbers if they take
-    these, unless each has a backward of its own. What is called after the last one takes the result. Its type and size
-    show that it is no input, or the next op takes all results together.
+    Each launches as much, and keeps no state. Between the calls nothing is computed, and their last layer makes vectors
+    of a size that the input does not have. Calls that take whole numbers are few, with little between them, and nothing
+    makes such numbers. The next op takes the result, or all results together, as a sampler with guidance does.
     """
     if len(run) < 2 or IS_LOSS(run[0].name):
         return
     places = [tuple(bisect.bisect_left(ops, time, key=start_of) for time in (one.start, one.end)) for one in run]
-    data = [_data(ops[begin:end]) for begin, end in places]
-    of_numbers, cuts = "int" in getattr(data[0], "type", ""), [0]
-    makes = (lambda op: NUMBERS(op.name)) if of_numbers else _computes
+    data, inside = [_data(ops[begin:end]) for begin, end in places], ops[slice(*places[0])]
+    layer = next((op.inputs.tensors for op in reversed(inside) if LAYER(op.name)), ())
+    if data[0] is None or len(layer) < 2 or any(KEEPS_A_STATE(op.name) for op in inside):
+        return
+    of_numbers, cuts = "int" in data[0].type, [0]
     for place, ((_, end), (begin, _)) in enumerate(pairwise(places), 1):
-        before, after = (bisect.bisect(begins, time) for time in (run[place - 1].end, run[place].start))
-        made = before < after or any(map(makes, ops[end - of_numbers : begin]))  # numbers also by the call's last op
-        if data[place] is None or data[place] != data[place - 1] or (made and not own):
+        (one, two), between = run[place - 1 : place + 1], ops[end:begin]
+        if of_numbers:
+            made = two.start - one.end > one.dur or any(NUMBERS(op.name) for op in between)
+        else:
+            made = any(_computes(step, op) for op in between)
+        if made or data[place] != data[0] or bisect.bisect(begins, one.end) < bisect.bisect(begins, two.start):
             cuts.append(place)
-    inside, size = ops[slice(*places[0])], tuple if of_numbers or own else math.prod  # a view has the size of a result
+    size = tuple if of_numbers else math.prod  # a view has the size of a result
     taken = {(one.type, size(one.shape)) for op in inside for one in op.inputs.tensors}
-    joins = any(one.name in JOINS for op in inside for one in op.walk())  # shapes in lists are not recorded
-    for calls, (_, last) in ((run[one:two], places[two - 1]) for one, two in pairwise([*cuts, len(run)])):
-        trained = next((time for time in begins if own and time > calls[-1].end), 0)
-        following = ops[last : max(last + 1, bisect.bisect_left(ops, trained, key=start_of))]
+    hides = any(op.name in JOINS or (of_numbers and PICKS(op.name)) for op in inside)  # their shapes are not recorded
+    is_new = not hides and (of_numbers or layer[1].shape[0] not in data[0].shape)
+    for begin, end in pairwise([*cuts, len(run)]):
+        calls, following = run[begin:end], ops[places[end - 1][1] :][:1]
         results = [(one.type, size(one.shape)) for op in following for one in op.inputs.tensors]
         launched = set(_launches(step, [(call.start, call.end) for call in calls]))
-        shown = own or of_numbers or any(op.name in ("aten::detach", "aten::to") or _computes(op) for op in following)
-        if len(calls) > 1 and len(launched) == 1 and launched != {0} and results and shown:
-            together = not own and results.count(results[0]) >= len(calls)
-            if together or not (joins or taken.intersection(results if own else results[:1])):
-                yield calls, OWN_INDICES if of_numbers else AGAIN
+        if len(calls) < 2 or len(launched) > 1 or launched == {0} or not results or (of_numbers and len(calls) > FEW):
+            continue
+        together = are_roots and not (begins or of_numbers) and results.count(results[0]) >= len(calls)
+        shown = of_numbers or following[0].name in ("aten::detach", "aten::to") or _computes(step, following[0])
+        if shown and (together or (is_new and results[0] not in taken)):
+            yield calls, OWN_INDICES if of_numbers else AGAIN
 
 
 def _data(ops: Sequence[Op]) -> Tensor | None:
     """Return the first tensor that a model's ops compute with beside weights; None if the trace does not show it."""
     first = next((op for op in ops if TAKES_DATA(op.name)), None)
     return next(iter(first.inputs.tensors[first.name in LOOKS_UP :]), None) if first is not None else None
+
+
+def _results_stay(ops: Sequence[Op], call: Op, begins: Sequence[int]) -> bool:
+    """Return whether a call takes no tensor of the shape of its result, so that no call takes another's result.
+
+    The result is one of the tensors that are taken until its backward begins. Shapes in lists are not recorded.
+    """
+    until = next((time for time in begins if time > call.end), call.end)
+    begin, end, last = (bisect.bisect_left(ops, time, key=start_of) for time in (call.start, call.end, until))
+    taken, results = (
+        {tuple(dims) for op in some for one in op.walk() for dims in one.inputs.dims}
+        for some in (ops[begin:end], ops[end : max(last, end + 1)])
+    )
+    joins = any(one.name in JOINS for op in ops[begin:end] for one in op.walk())
+    return bool(taken and results) and taken.isdisjoint(results) and not joins
 
 
 def _shared(roots: Sequence[Op], calls: Sequence[Op]) -> bool:
@@ -415,17 +448,23 @@ def _shared(roots: Sequence[Op], calls: Sequence[Op]) -> bool:
     return any(len(some) > 1 for name, some in passes.items() if not NUMBER.sub("", name).endswith("Loss"))
 
 
-def _computes(op: Op) -> bool:
-    """Return whether an op launches more than copies to the CPU, or on the CPU is more than a view."""
-    work = op.work_below()
-    return not all("DtoH" in one.name for one in work) if work else op.name not in (*NO_VALUES, *VIEWS)
+def _computes(step: Step, op: Op) -> bool:
+    """Return whether an op launches more than copies to the CPU, or in a step without a GPU is more than a view."""
+    if step.work:
+        return any("DtoH" not in one.name for one in op.work_below())
+    return op.name not in (*NO_VALUES, *VIEWS)
 
 
 def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return how many activities are launched in each of these spans (ns); of a step without them, how many ops."""
-    calls = (one.launch for one in step.work if one.launch is not None) if step.work else step.outermost
-    starts = sorted(one.start for one in calls) if spans else []
+    starts = _launch_starts(step)
     return [bisect.bisect(starts, end) - bisect.bisect(starts, start) for start, end in spans]
+
+
+@kept_by_step
+def _launch_starts(step: Step) -> list[int]:
+    calls = (one.launch for one in step.work if one.launch is not None) if step.work else step.outermost
+    return sorted(one.start for one in calls)
 
 
 def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES, until: float = math.inf) -> Iterator[Loop]:
@@ -481,15 +520,21 @@ def double_batch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    if any(loop.what not in HOW for loop in loops(case.trace, case.step)):
-        return None  # each sample of a loop has launches of its own
     own = []
     for step in case.steps:
-        launches = [one.launch for one in step.work if one.launch is not None]
-        for one in (*host(step).computing, *host(step).pauses):
-            follows = min((call for call in launches if call.start >= one.end), key=start_of, default=None)
-            own += [(follows.track, follows.start, one.us)] if follows else []
-    if own and summary.communication is not None:
+        launches = sorted([one.launch for one in step.work if one.launch is not None], key=start_of)
+        spans = [(one.start, one.end) for one in (*host(step).computing, *host(step).pauses)]
+        # Each sample of a loop has launches of its own, in backward, too, unless each pass has a model of its own.
+        alike = [one for one in loops(case.trace, step) if one.what in HOW]
+        looped = [one for one in all_loops(case.trace, step) if not any(map(one.overlaps, alike))]
+        nodes = [_launched_from(case.trace, step, one.starts[0], one.end)[0] for one in looped]
+        own += [(node.track, node.start, node.us) for node in {id(node): node for node in chain(*nodes)}.values()]
+        spans += [(one.starts[0], one.end) for one in looped]
+        for start, end in union(spans):
+            follows = launches[bisect.bisect_left(launches, start, key=start_of) :][:1]
+            own += [(call.track, call.start, (end - start) / 1e3) for call in follows]
+    spent = sum(us for *_, us in own) / len(case.steps)
+    if spent > MOSTLY * case.graph.recorded_us or (own and summary.communication is not None):
         return None  # a pause may be a wait for other ranks
     updates = case.launched_in(OPTIMIZER)
     as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}
