@@ -8,6 +8,7 @@ from raw_events import raw_steps
 from references import ROOT
 from test_graph_changes import in_step
 from test_kept_promises import base, measured_us
+from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 
 GIVES = "torch::autograd::AccumulateGrad"
@@ -41,7 +42,10 @@ def test_a_model_that_is_not_trained_needs_no_backward(program):
     assert "no_autograd" not in priced_changes(FOLDER / f"{program}_without.json.gz")
 
 
-@pytest.mark.parametrize("program", ["accumulation", "shared_layer", "every_second_step"])
+@pytest.mark.parametrize(
+    "program",
+    ["accumulation", "shared_layer", "every_second_step", "biases_alone", "zeroed_by_hand", "inputs_with_gradients"],
+)
 def test_gradients_that_are_used_are_not_called_left(program):
     """Raw events: each of these programs also adds to gradients, after new ones or before them."""
     file = FOLDER / f"{program}.json.gz"
@@ -83,3 +87,19 @@ def test_parameters_that_nobody_froze_cost_their_gradients(program):
     saved = 1 - measured_us(program, "frozen") / measured_us(program, "base")
     low, high = proposal.estimated_savings or (proposal.share, proposal.share)
     assert low <= saved <= high + 0.15 and proposal.share <= saved + 0.02
+
+
+def test_one_step_does_not_show_that_no_step_clears_its_gradients(tmp_path):
+    def the_second_step_alone(events):
+        kept = raw_steps(events)[1]["name"]
+        events[:] = [e for e in events if not str(e.get("name")).startswith("ProfilerStep") or e["name"] == kept]
+
+    assert "no_autograd" in priced_changes(base("patch_attack"))
+    assert "no_autograd" not in priced_changes(edited(base("patch_attack"), tmp_path, the_second_step_alone))
+
+
+def test_a_step_without_an_optimizer_may_leave_its_gradients_to_a_later_one(tmp_path):
+    def without_the_optimizer(events):
+        events[:] = [e for e in events if not str(e.get("name")).startswith("Optimizer.")]
+
+    assert "no_autograd" not in priced_changes(edited(base("patch_attack"), tmp_path, without_the_optimizer))

@@ -81,7 +81,7 @@ def last_logits(case: Case) -> Proposal | None:
 def _without_left_gradients(case: Case) -> Proposal | None:
     """Propose to compute no gradients that stay from step to step: those of what is not trained."""
     # In a step after one that has used and cleared the gradients, these are new.
-    if not all(left_gradients(case.trace, step) for step in case.trace.steps if backward_nodes(step)):
+    if case.is_single or not all(left_gradients(case.trace, step) for step in case.trace.steps if backward_nodes(step)):
         return None
     in_steps, typical = case.in_each_step(lambda step: left_gradients(case.trace, step))
     if typical is None:

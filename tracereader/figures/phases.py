@@ -21,6 +21,7 @@ from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOAD
 from tracereader.trace.op_names import CONVOLUTIONS, PRODUCTS
 
 # A weight's own view may come between the op that computes its gradient and that gradient.
+ZEROES_A_GRADIENT = ("aten::zero_", "aten::_foreach_zero_")
 OF_A_VIEW = re.compile(r"\b(T|Transpose|Permute|View|UnsafeView)Backward\d*$").search
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
 
@@ -141,18 +142,26 @@ def left_gradients(trace: Trace, step: Step) -> tuple[list[Op], list[Op], list[O
     is_nested = any(one.track == after.track and after.start < one.end for one, after in pairwise(nodes))
     if is_nested or not _is_tied(trace, step) or len(backward_begins(trace, step)) != 1:
         return None
-    giving = [node for node in nodes if node.name == ACCUMULATES]
-    adding = {id(node): node for node in giving if any(op.name.startswith("aten::add") for op in node.walk())}
-    new = [node.start for node in giving if id(node) not in adding]
-    if not new or not adding:
+    zeroed = (op for op in step.named(ZEROES_A_GRADIENT.__contains__) if op.parent is None or op.parent.kind != "op")
+    adding = {id(node): node for op in added_gradients(step) for node in op.above() if node.name == ACCUMULATES}
+    new = [node.start for node in nodes if node.name == ACCUMULATES and id(node) not in adding]
+    if not new or not adding or any(zeroed) or not outermost_named(step, lambda name: name.startswith(OPTIMIZERS)):
         return None
-    beside, maker, last = {}, None, max(new)
+    last, maker, is_weight = max(new), None, False
+    spared: dict[int, bool] = {}  # by the id of a product's node, whether its weight's gradient was left
     for node in nodes:
-        if node.name != ACCUMULATES and not OF_A_VIEW(node.name):
-            maker = node if any(op.name in (*PRODUCTS, *CONVOLUTIONS) for op in node.walk()) else None
-        elif id(node) in adding and node.start < last and maker is not None:
-            beside[id(maker)] = maker
-    return list(adding.values()), [node for node in nodes if node.start > last], list(beside.values())
+        names = {op.name for op in node.walk()}
+        if node.name == ACCUMULATES:
+            # A bias has no view of its own. Without its gradient alone, a node has the same products.
+            if maker is not None and (is_weight or id(node) not in adding):
+                spared[id(maker)] = spared.get(id(maker), True) and id(node) in adding
+        elif OF_A_VIEW(node.name):
+            is_weight = True
+        else:
+            maker = None if names.isdisjoint((*PRODUCTS, *CONVOLUTIONS)) else node
+            is_weight = not names.isdisjoint(CONVOLUTIONS)
+    later = [node for node in nodes if node.start > last]
+    return list(adding.values()), later, [node for node in nodes if node.start < last and spared.get(id(node))]
 
 
 def in_backward(op: Op) -> bool:
