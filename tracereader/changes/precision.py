@@ -112,7 +112,7 @@ def half_precision(case: Case) -> Proposal | None:
     peaks = case.peaks
     if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
         return None
-    times, spent, kinds, narrow = {}, 0.0, set(), 0
+    times, converted, spent, kinds, narrow = {}, {}, 0.0, set(), 0
     for work, one, op in case.activities:
         if one.family in MULTIPLY and (one.name_says.get("types") or "").lower() in TWO_BYTES:
             narrow += 1
@@ -123,6 +123,7 @@ def half_precision(case: Case) -> Proposal | None:
             flops = one.flops or one.us * reach * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
             moved = one.bytes_moved or 0
             us = multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
+            converted[work] = min(one.us, us)
             if op is not None and one.family == "GEMM" and not in_backward(op):
                 # The casts of its inputs read and write about as many bytes: a layer normalization's result is in fp32.
                 us += moving_us(moved, peaks)
@@ -133,19 +134,28 @@ def half_precision(case: Case) -> Proposal | None:
             kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
     if not times:
         return None
-    products, found, also = case.in_all_steps(times), len(times), ""
+    products, found, also, halved = case.in_all_steps(times), len(times), "", {}
     if narrow < len(times):
         # What follows a product computes with its two bytes. Autocast keeps normalizations and losses in fp32, and
         # weights with their gradients, which backward fills with zeros if only some rows are used.
         updates = case.launched_in(OPTIMIZER)
-        following = {
-            work: one.us
+        moving = {
+            work: one
             for work, one, op in case.activities
-            if one.family in ("pointwise", "copy") and one.kind == "kernel" and id(work) not in updates
+            if one.family in (*FUSABLE, "sort and scan") and one.kind == "kernel" and id(work) not in updates
             and op is not None and type_of(op) == "fp32" and not op.name.startswith((*FOREACH, *FILLS))
         }  # fmt: skip
-        times |= {work: max(us / 2, min(us, prices.LEAST_KERNEL_US)) for work, us in following.items()}
-        also = f"; other kernels move half of the bytes then: {duration(sum(following.values()))}" * bool(following)
+        halved = {work: max(one.us / 2, min(one.us, prices.LEAST_KERNEL_US)) for work, one in moving.items()}
+        following = [work for work, one in moving.items() if one.family in ("pointwise", "copy")]
+        times |= {work: halved[work] for work in following}
+        spared = sum(moving[work].us for work in following)
+        also = f"; other kernels move half of the bytes then: {duration(spared)}" * bool(following)
+    dtype, how, most = "torch.bfloat16" if peaks.tf32 > peaks.fp32 else "torch.float16", "", None
+    if (
+        not case.trace.trains
+    ):  # a converted model casts nothing in its steps, and all its kernels move half of the bytes
+        most = with_durations(case.graph, case.in_all_steps(halved | times | converted))
+        how = f"convert the model and its inputs once with .to({dtype}), or "
     changed = case.in_all_steps(times)
     calls = [one.launch for one in products if one.launch is not None]
     return Proposal(
@@ -153,8 +163,9 @@ def half_precision(case: Case) -> Proposal | None:
             with_durations(case.graph, changed), [(call.track, call.start, prices.CALL_US) for call in calls]
         ),
         f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
-        f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
+        f"{how}torch.autocast('cuda', {dtype})",
         assumed=True,
+        most=most,
     )
 
 
