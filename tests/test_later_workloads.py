@@ -17,7 +17,6 @@ from tracereader.changes import attention, catalogue, copies, fusion, graphs, pr
 from tracereader.changes.context import Case
 from tracereader.figures import summarize
 from tracereader.figures.uncompiled_flex import uncompiled_flex
-from tracereader.findings import gpu_work
 from tracereader.replay import graph_of
 from tracereader.trace import read
 from tracereader.two_runs.side import Side
@@ -172,23 +171,6 @@ def test_channels_last_is_not_proposed_around_instance_normalization(tmp_path):
     one = priced_changes(edited(VOLUMES, tmp_path, without_instance_normalization))["channels_last"]
     assert one.title == "keep volumes in the channels_last_3d layout"
     assert "torch.channels_last_3d" in one.how, "channels_last is for four dimensions"
-
-
-def test_kernels_of_few_blocks_name_the_costliest_one():
-    events = raw_events(VOLUMES)
-    sizes = [one["numSms"] for one in json.loads(gzip.decompress(VOLUMES.read_bytes()))["deviceProperties"]]
-    steps = [raw_work(events, mark) for mark in raw_steps(events)]
-    us = {}
-    for same in zip(*steps, strict=True):
-        name, grid = same[0]["name"], math.prod(same[0]["args"].get("grid") or [0])
-        took = statistics.median(one["dur"] for one in same)
-        if same[0]["cat"] == "kernel" and took >= 10 and 0 < grid < sizes[0] / 2:
-            us[name, grid] = us.get((name, grid), 0) + took
-    (name, grid), _ = max(us.items(), key=lambda entry: entry[1])
-    said = gpu_work.few_blocks.ask(summarize(read(VOLUMES))).evidence
-    assert said.endswith(f", with {grid} blocks")
-    begins = re.search(r"the costliest is (\w+)", said)[1]
-    assert begins in name
 
 
 VOCABULARY = TESTS / "h100/vocabulary"

@@ -1,22 +1,18 @@
 """Findings about the GPU work of a step: kernels, their names, copies, fusion, CUDA graphs."""
 
 import itertools
-import math
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.regime import MUCH_KNOWN
 from tracereader.findings import finding as words
-from tracereader.findings.finding import COMPILE, CPU, GPU, NO_GPU, TABLE, TREE, Verdict, counted, finding, listed
+from tracereader.findings.finding import CPU, GPU, NO_GPU, TREE, Verdict, counted, finding, listed
 from tracereader.trace.grouped import totals
 from tracereader.trace.kernel_names import short
 
 # The ratio of a step's summed times to its busy time. On the H200 it is 2.4 if each kernel starts during the one
 # before, 1.3 beside collectives that wait, and 1.0 in training, where a memset sometimes runs beside a kernel.
 OVERLAPS = 1.1
-# A kernel of a few µs ends before more blocks would help. Kernels of few blocks are worth a line from this share of the
-# step's GPU work on.
-LONG_US, MUCH_IN_FEW_BLOCKS = 10, 0.05
 
 
 def overlap(summary: Summary) -> bool:
@@ -28,17 +24,6 @@ def overlap(summary: Summary) -> bool:
 
 def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
-
-
-@finding(TABLE, "one row with most of the GPU time", teaches=True)
-def hotspot(summary: Summary) -> Verdict:
-    """This is the hotspot. Start with it."""
-    total = totals((one.name, one.us) for one in summary.gpu_work)
-    if len(total) < 2 or not total.total():
-        return Verdict(False, "")
-    ((name, us),) = total.most_common(1)
-    share = us / total.total()
-    return Verdict(share > 0.5, f"{short(name)}: {share:.0%} of a step's GPU time")
 
 
 @finding(predicts=lambda count, what: f"{counted(count, 'kernel')} per step{what}", needs_gpu=True)
@@ -65,19 +50,6 @@ def occupancy_asked_once(summary: Summary) -> Verdict:
         why_not = "the library asks at each launch"
         return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", why_not)
     return Verdict(True, f"{seen}, none in the others")
-
-
-@finding(CPU, "an occupancy query before a launch", needs_gpu=True, teaches=True)
-def occupancy_query(summary: Summary) -> Verdict:
-    """A library asks how many blocks of a kernel fit on a multiprocessor: cuBLAS before a GEMM (on Hopper once per
-    process, then it remembers the answer), CUB before a sort or a scan."""
-    asking = [step for step in summary.steps if step.occupancy_queries]
-    total = sum(step.occupancy_queries for step in asking)
-    where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
-    before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
-    place = f"{'step' if len(asking) == 1 else 'steps'} {where}" if summary.source.has_steps else "the trace"
-    seen = f"{counted(total, 'query', 'queries')} in {place}"
-    return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
 
 
 @finding(
@@ -235,15 +207,6 @@ def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
     return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
 
 
-@finding(COMPILE, "a triton_poi_fused_… kernel", teaches=True)
-def pointwise_ops_fused(summary: Summary) -> Verdict:
-    """Several pointwise ops run in one kernel. Their intermediate results never go through memory."""
-    for one in summary.gpu_work:
-        if "triton_poi_" in one.name and one.name_says.get("fuses", "").count(","):
-            return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
-    return Verdict(False, "")
-
-
 @finding(
     predicts=lambda rows, columns, itemsize: (
         f"gelu writes {rows * columns * itemsize / 1e6:.1f} MB and mul reads them back: two pointwise kernels"
@@ -296,24 +259,6 @@ def graph_replay(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
     launches = summary.graph_launches
     return Verdict(bool(replayed), f"{words.activities(len(replayed))} from {counted(launches, 'launch', 'launches')}")
-
-
-@finding(GPU, "a kernel with fewer blocks than half of the multiprocessors", needs_gpu=True)
-def few_blocks(summary: Summary) -> Verdict:
-    """The other multiprocessors have nothing to do while it runs. More rows, a larger batch, another layout or another
-    algorithm (a split reduction) gives it more blocks; a kernel that computes one thing after another needs no more."""
-    if not summary.source.sms:
-        return Verdict(None, "the number of multiprocessors is not known")
-    computing = (one for one in summary.kernels_of_step if one.family != "communication" and one.us >= LONG_US)
-    found = [one for one in computing if one.grid is not None and 0 < math.prod(one.grid) < summary.source.sms / 2]
-    by_grid = totals(((one.name, math.prod(one.grid)), one.us) for one in found)
-    us = by_grid.total()
-    if us <= MUCH_IN_FEW_BLOCKS * summary.summed_us:
-        return Verdict(False, "kernels that take long have enough blocks")
-    (name, blocks), _ = by_grid.most_common(1)[0]
-    few = f"{counted(len(found), 'kernel')} with fewer blocks than half of the {summary.source.sms} multiprocessors"
-    costliest = f"the costliest is {short(name, 40)}, with {counted(blocks, 'block')}"
-    return Verdict(True, f"{few}: {words.part_of(us, summary.summed_us)} of GPU work; {costliest}")
 
 
 def near_the_peaks(summary: Summary) -> str:

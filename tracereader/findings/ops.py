@@ -184,15 +184,6 @@ def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     return Verdict(True, seen)
 
 
-@finding(COMPILE, "the same graph hash in all steps", teaches=True)
-def same_graph_in_all_steps(summary: Summary) -> Verdict:
-    """The compiled graph is reused, and nothing is recompiled."""
-    again = len(summary.steps) > 1 and _same_graphs(summary)
-    graphs = counted(len(summary.compiled.graphs), "graph hash", "graph hashes")
-    seen = f"{graphs} in {counted(len(summary.steps), 'step')}"
-    return Verdict(again and not summary.compiled.recompiled, seen)
-
-
 @finding(COMPILE, "Torch-Compiled Region n/1 or higher")
 def recompiled(summary: Summary) -> Verdict:
     """torch.compile recompiled because a guard failed, for example after shapes, dtypes or strides changed. Look at the
