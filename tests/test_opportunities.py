@@ -1231,11 +1231,3 @@ def test_the_likely_share_is_that_of_the_known_step_or_the_middle_of_the_range()
     # The changes are in the order of these shares; what a program may not be able to do counts half.
     perhaps = replace(one, change="y", conditional=True, step_us_after=70.0, saves_us=30.0)
     assert worth_showing([perhaps, one, estimated]) == (one, estimated, perhaps)
-
-
-def test_of_equal_savings_the_one_that_assumes_less_comes_first():
-    """In print, savings of 47.2 and 46.9% are equal. A saving that is larger by a percent comes first in any case."""
-    replayed = Opportunity("x", "X", 1000.0, 531.0, 469.0, "replay", "", "")
-    assumed = Opportunity("y", "Y", 1000.0, 528.0, 472.0, "bound", "", "")
-    larger = Opportunity("z", "Z", 1000.0, 520.0, 480.0, "bound", "", "")
-    assert worth_showing([assumed, replayed, larger]) == (larger, replayed, assumed)

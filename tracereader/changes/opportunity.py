@@ -194,14 +194,14 @@ def is_worth_showing(one: Opportunity) -> bool:
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
-    """Return the opportunities that save enough. The largest saving comes first; of equal percents, a replay.
+    """Return the opportunities that save enough. The largest saving comes first.
 
     The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. If
     that time is only estimated, the middle of the estimated savings decides the order.
     """
     worth = [one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one))]
     likely = {id(one): one.likely_share * (CONDITIONAL if one.conditional else 1) for one in worth}
-    return tuple(sorted(worth, key=lambda one: (-round(likely[id(one)], 2), one.basis == "bound", -likely[id(one)])))
+    return tuple(sorted(worth, key=lambda one: (-likely[id(one)], -one.saves_us)))
 
 
 class Unprofiled(msgspec.Struct, frozen=True):
