@@ -83,7 +83,7 @@ def test_parameters_that_nobody_froze_cost_their_gradients(program):
     adding = [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
     proposal = priced_changes(base(program))["no_autograd"]
     assert f"adds to {len(adding)} gradients that the step before left" in proposal.evidence
-    assert proposal.title == "compute no gradients of what is not trained"
+    assert proposal.title == "freeze what is not trained"
     saved = 1 - measured_us(program, "frozen") / measured_us(program, "base")
     low, high = proposal.estimated_savings or (proposal.share, proposal.share)
     assert low <= saved <= high + 0.15 and proposal.share <= saved + 0.02

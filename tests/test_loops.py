@@ -253,6 +253,8 @@ def test_a_loop_over_samples_takes_twice_as_long_for_twice_the_batch():
     share = (max(taken) - min(taken)) / mark["dur"]  # of the step
     assert 0.2 < share < 0.5
     assert one.saves_us / one.step_us == pytest.approx((1 - share) / 2, abs=0.04)
+    assert one.evidence.endswith("in which loops over samples take twice as long") and "launches" not in one.how
+    assert priced_changes(base("guided_sampler"))["double_batch"].how.endswith("with no more launches")
     low, high = one.estimated_savings
     assert low <= 1 - measured_us("text_reader", "batch_x2") / 2 / measured_us("text_reader", "base") <= high
     for program in ("detection_loss", "few_shot_sines", "spectrogram_tagger"):  # measured: -7, -6 and 2%

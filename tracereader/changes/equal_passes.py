@@ -520,7 +520,7 @@ def double_batch(case: Case) -> Proposal | None:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
         return None
-    own = []
+    own, turns = [], 0
     for step in case.steps:
         launches = sorted([one.launch for one in step.work if one.launch is not None], key=start_of)
         spans = [(one.start, one.end) for one in (*host(step).computing, *host(step).pauses)]
@@ -530,6 +530,7 @@ def double_batch(case: Case) -> Proposal | None:
         nodes = [_launched_from(case.trace, step, one.starts[0], one.end)[0] for one in looped]
         own += [(node.track, node.start, node.us) for node in {id(node): node for node in chain(*nodes)}.values()]
         spans += [(one.starts[0], one.end) for one in looped]
+        turns += len(looped)
         for start, end in union(spans):
             follows = launches[bisect.bisect_left(launches, start, key=start_of) :][:1]
             own += [(call.track, call.start, (end - start) / 1e3) for call in follows]
@@ -538,12 +539,12 @@ def double_batch(case: Case) -> Proposal | None:
         return None  # a pause may be a wait for other ranks
     updates = case.launched_in(OPTIMIZER)
     as_long = {work for work, one, _ in case.activities if id(work) in updates or one.family == "communication"}
-    share = steady.idle_not_launched_us / summary.steady_us
     longer = {work: 2 * one.us for work, one, _ in case.activities if work not in as_long}
     return Proposal(
         with_cpu_time(with_durations(case.graph, case.in_all_steps(longer)), own),
-        f"the GPU waits for launches {share:.0%} of the time; the time after it is half a step of twice the batch",
-        "process twice as many samples in one step, with no more launches",
+        f"the GPU waits for launches {steady.idle_not_launched_us / summary.steady_us:.0%} of the time; the time after "
+        f"it is half a step of twice the batch{', in which loops over samples take twice as long' * bool(turns)}",
+        "process twice as many samples in one step" + ", with no more launches" * (not turns),
         assumed=True,
         shared=2,
     )

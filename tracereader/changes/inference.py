@@ -96,9 +96,9 @@ def _without_left_gradients(case: Case) -> Proposal | None:
         without_ops(without_cpu_time(graph, spans), [*last, *adding]),
         f"backward adds to {counted(len(typical[0]), 'gradient')} that the step before left{where}: no zero_grad() "
         "clears them",
-        "if no later step uses these gradients: requires_grad_(False) for the parameters that are not trained, or "
+        "requires_grad_(False) for the parameters that are not trained, if no later step uses their gradients; or "
         "torch.no_grad() around a model through which no needed gradient goes",
-        title="compute no gradients of what is not trained",
+        title="freeze what is not trained",
         assumed=bool(beside),
     )
 
