@@ -1,4 +1,4 @@
-"""Programs that give one network several inputs of a kind: two answers, two cameras, views, triplets, and styles."""
+"""Programs that give one network several inputs of a kind, such as two cameras, or that leave parameters unfrozen."""
 
 import torch
 import torch.nn as nn
@@ -412,6 +412,127 @@ def self_conditioning(change):
     return step
 
 
+def low_rank_tuning(change):
+    """Low-rank adapters are trained beside a language model's weights, which nobody froze."""
+    wide = size(512, 16)
+
+    class Adapted(nn.Module):
+        def __init__(self, a, b):
+            super().__init__()
+            self.base = nn.Linear(a, b)
+            self.down, self.up = nn.Linear(a, 8, bias=False), nn.Linear(8, b, bias=False)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n1, self.n2 = nn.LayerNorm(wide), nn.LayerNorm(wide)
+            self.qkv, self.out = Adapted(wide, 3 * wide), Adapted(wide, wide)
+            self.a, self.b = Adapted(wide, 4 * wide), Adapted(4 * wide, wide)
+
+        def forward(self, x):
+            b, t, c = x.shape
+            q, k, v = self.qkv(self.n1(x)).view(b, t, 3, 8 if c >= 64 else 2, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+            return x + self.b(F.gelu(self.a(self.n2(x))))
+
+    blocks = [Block() for _ in range(size(8, 1))]
+    model = nn.Sequential(nn.Embedding(8000, wide), *blocks, nn.LayerNorm(wide), nn.Linear(wide, 8000)).to(device)
+    trained = [p for n, p in model.named_parameters() if "down" in n or "up" in n]
+    if change == "frozen":
+        for p in model.parameters():
+            p.requires_grad_(any(p is q for q in trained))
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    tokens = torch.randint(0, 8000, (size(8, 2), size(256, 8)), device=device)
+
+    def step():
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def sentence_pairs(change):
+    """Two sentences of a pair should be near each other, and those of other pairs far."""
+    wide = size(384, 16)
+    layer = nn.TransformerEncoderLayer(wide, size(12, 2), 4 * wide, dropout=0.0, batch_first=True, activation="gelu")
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(8000, wide)
+            self.layers = nn.TransformerEncoder(layer, size(6, 1), enable_nested_tensor=False)
+
+        def forward(self, tokens):
+            return self.layers(self.words(tokens)).mean(1)
+
+    model = Encoder().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=change == "fused" or None)
+    one, two = (torch.randint(0, 8000, (size(32, 2), size(64, 8)), device=device) for _ in range(2))
+
+    def step():
+        if change == "at_once":
+            a, b = F.normalize(model(torch.cat([one, two])), dim=-1).chunk(2)
+        else:
+            a = F.normalize(model(one), dim=-1)
+            b = F.normalize(model(two), dim=-1)
+        loss = F.cross_entropy(20 * a @ b.T, torch.arange(len(a), device=device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def change_detection(change):
+    """Two photographs of one place are compared: features of both, and where they differ."""
+    import torchvision
+
+    net = torchvision.models.resnet18(num_classes=10)
+    features = nn.Sequential(*list(net.children())[:-2]).to(device).eval()
+    head = nn.Conv2d(512, 1, 1).to(device).eval()
+    before, after = (torch.rand(2, 3, size(256, 64), size(256, 64), device=device) for _ in range(2))
+
+    @torch.inference_mode()
+    def step():
+        if change == "at_once":
+            a, b = features(torch.cat([before, after])).chunk(2)
+        else:
+            a, b = features(before), features(after)
+        return F.interpolate(head((a - b).abs()), scale_factor=32.0, mode="bilinear").sigmoid()
+
+    return step
+
+
+def deep_dream(change):
+    """An image is changed so that a layer of a network is excited."""
+    import torchvision
+
+    net = torchvision.models.vgg16().features[:20].to(device).eval()
+    if change == "frozen":
+        net.requires_grad_(False)
+    image = torch.rand(1, 3, size(224, 64), size(224, 64), device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([image], lr=0.01, maximize=True)
+
+    def step():
+        optimizer.zero_grad()
+        loss = net(image).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 PROGRAMS = {
     reward_training: {"at_once": "larger_batch", "fused": "fused_optimizer", "tf32": "tf32"},
     preference_training: {"at_once": "larger_batch", "fused": "fused_optimizer", "tf32": "tf32"},
@@ -423,5 +544,9 @@ PROGRAMS = {
     value_learning: {"at_once": "larger_batch", "fused": "fused_optimizer"},
     patch_attack: {"frozen": "no_autograd", "channels_last": "channels_last"},
     prompt_tuning: {"frozen": "no_autograd", "tf32": "tf32"},
+    low_rank_tuning: {"frozen": "no_autograd"},
+    sentence_pairs: {"at_once": "larger_batch", "fused": "fused_optimizer"},
+    change_detection: {"at_once": "larger_batch"},
+    deep_dream: {"frozen": "no_autograd"},
     self_conditioning: {"compile": "fuse_pointwise", "fused": "fused_optimizer"},
 }  # fmt: skip

@@ -36,7 +36,7 @@ from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
 
-MOSTLY = 0.5  # of a step's GPU time
+MOSTLY = 0.5  # of a step's time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
 ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
@@ -64,7 +64,7 @@ LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
 NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
-FEW = 3  # answers or tokens of a triplet. More calls may be steps that pass a state on
+FEW = 3  # such as the texts of a triplet. More calls may be steps that pass a state on
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch

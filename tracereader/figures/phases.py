@@ -20,8 +20,8 @@ from tracereader.trace.intervals import Intervals, Lengths, length, minus, union
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 from tracereader.trace.op_names import CONVOLUTIONS, PRODUCTS
 
-# A weight's own view may come between the op that computes its gradient and that gradient.
 ZEROES_A_GRADIENT = ("aten::zero_", "aten::_foreach_zero_")
+# A weight's own view may come between the op that computes its gradient and that gradient.
 OF_A_VIEW = re.compile(r"\b(T|Transpose|Permute|View|UnsafeView)Backward\d*$").search
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
 
