@@ -360,21 +360,14 @@ def kernel(weak):
 PROGRAMS = {
     "left_gradients": (
         (head_alone, teacher, condition),
-        (
-            loss_network,
-            accumulation,
-            shared_layer,
-            every_second_step,
-            biases_alone,
-            zeroed_by_hand,
-            inputs_with_gradients,
-        ),
+        (loss_network, accumulation, shared_layer, every_second_step, biases_alone, zeroed_by_hand,
+         inputs_with_gradients),
     ),
     "module_calls": ((), (refinement, two_views, shared_words)),
     "equal_passes": ((sample_loop, tables), ()),
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
-}
+}  # fmt: skip
 APART, WITH_MODULES = ("float64", "indices"), ("module_calls",)
 
 

@@ -186,8 +186,8 @@ def test_changes_that_findings_name_exist():
 
 def test_what_can_be_predicted_follows_from_the_declarations():
     assert {name for name in dir(expect) if name in cheatsheet.FINDINGS} == set(cheatsheet.PREDICTABLE)
-    with pytest.raises(AttributeError, match="no finding 'hotspot' can be predicted"):
-        expect.hotspot  # noqa: B018
+    with pytest.raises(AttributeError, match="no finding 'many_calls' can be predicted"):
+        expect.many_calls  # noqa: B018
 
 
 def test_patterns_that_only_teach_are_shown_for_numbered_scripts(shown_in, capsys):

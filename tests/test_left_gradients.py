@@ -29,12 +29,17 @@ def inside(one, outer):
     return outer["ts"] <= one["ts"] < outer["ts"] + outer["dur"]
 
 
+def given_and_added_to(events):
+    """Return the calls that give parameters their gradients, and those of them that add to a gradient."""
+    giving = [one for one in events if one["name"] == GIVES]
+    return giving, [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
+
+
 @pytest.mark.parametrize("program", ["head_alone", "teacher", "condition"])
 def test_a_model_that_is_not_trained_needs_no_backward(program):
     file, spent = FOLDER / f"{program}.json.gz", []
     for events in ops_of_each_step(file):
-        giving = [one for one in events if one["name"] == GIVES]
-        adding = [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
+        giving, adding = given_and_added_to(events)
         new = max(one["ts"] for one in giving if one not in adding)
         later = [one for one in events if one["name"].startswith(NODE) and one["ts"] > new]
         spent.append(sum(one["dur"] for one in later))
@@ -53,8 +58,7 @@ def test_gradients_that_are_used_are_not_called_left(program):
     """Raw events: each of these programs also adds to gradients, after new ones or before them."""
     file = FOLDER / f"{program}.json.gz"
     events = [one for step in ops_of_each_step(file) for one in step]
-    giving = [one for one in events if one["name"] == GIVES]
-    assert any(one["name"] == "aten::add_" and inside(one, node) for one in events for node in giving)
+    assert given_and_added_to(events)[1]
     assert "no_autograd" not in priced_changes(file)
 
 
@@ -66,8 +70,7 @@ def test_a_network_that_gives_gradients_on_needs_none_of_its_own():
     """Its parameters frozen, a step of this program took 206 µs instead of 255 on two cores of an EPYC."""
     spent, file = [], FOLDER / "loss_network.json.gz"
     for events in ops_of_each_step(file):
-        giving = [one for one in events if one["name"] == GIVES]
-        adding = [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
+        giving, adding = given_and_added_to(events)
         nodes = [one for one in events if one["name"].startswith(NODE)]
         both = [node for node in nodes if len(products_of(events, node)) == 2]  # of an input and of a weight
         assert len(both) == 2 and len(adding) == 4 and max(one["ts"] for one in giving) not in [n["ts"] for n in adding]
@@ -82,8 +85,7 @@ def test_a_network_that_gives_gradients_on_needs_none_of_its_own():
 def test_parameters_that_nobody_froze_cost_their_gradients(program):
     """On an H200, requires_grad_(False) saved 21, 37 and 13%."""
     events = ops_of_each_step(base(program))[1]
-    giving = [one for one in events if one["name"] == GIVES]
-    adding = [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
+    _, adding = given_and_added_to(events)
     proposal = priced_changes(base(program))["no_autograd"]
     assert f"adds to {len(adding)} gradients that the step before left" in proposal.evidence
     assert proposal.title == "freeze what is not trained"
@@ -113,8 +115,7 @@ def test_a_biases_gradient_alone_needs_no_product(program, spared):
     """A model of 512 values took 15.6 ms without the gradients of its biases, and 15.8 with them."""
     trace = read(FOLDER / f"{program}.json.gz")
     for step, events in zip(trace.steps, ops_of_each_step(FOLDER / f"{program}.json.gz"), strict=True):
-        giving = [one for one in events if one["name"] == GIVES]
-        adding = [node for node in giving if any(x["name"] == "aten::add_" and inside(x, node) for x in events)]
+        _, adding = given_and_added_to(events)
         left, _, products = left_gradients(trace, step)
         assert len(left) == len(adding) > 1 and len(products) == spared
 

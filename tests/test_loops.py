@@ -24,7 +24,6 @@ from tracereader.figures import summarize
 from tracereader.trace import read
 
 H100 = Path(__file__).resolve().parent / "traces/h100"
-NODE = "autograd::engine::evaluate_function: "
 FORLOOP = ROOT / "traces/reference/nvidia-h200/changes/optimizer/forloop.json.gz"
 
 
@@ -261,6 +260,17 @@ def test_a_loop_over_samples_takes_twice_as_long_for_twice_the_batch():
         assert "double_batch" not in priced_changes(base(program)), "most of the step is a loop over samples"
 
 
+def renamed_ops(old, new, concrete=None):
+    def edit(events):
+        for e in events:
+            if str(e.get("name")).startswith(old):
+                e["name"] = new
+                if concrete is not None:
+                    e["args"]["Concrete Inputs"] = concrete
+
+    return edit
+
+
 def later_calls(events, name):
     """Yield for each step the ops of this name after the first call of an outermost module, in order."""
     for mark in raw_steps(events):
@@ -290,12 +300,6 @@ def a_result_like_the_input(events):
             e["args"]["Input Dims"][0] = [1, 3, 192, 320]
 
 
-def an_op_with_a_list_inside(events):
-    for e in events:
-        if e.get("name") == "aten::group_norm":
-            e["name"] = "aten::cat"
-
-
 def another_model_for_the_second_input(events):
     for mark in raw_steps(events):
         notes = [e for e in in_step(events, mark, "python_function") if e["name"] == "nn.Module: Words_0"]
@@ -306,20 +310,10 @@ def a_backward_between_the_calls(events):
     for mark in raw_steps(events):
         notes = [e for e in in_step(events, mark, "python_function") if e["name"] == "nn.Module: Words_0"]
         first = min(notes, key=lambda e: e["ts"])
-        node = min((e for e in in_step(events, mark, "cpu_op") if e["name"].startswith(NODE)), key=lambda e: e["ts"])
+        node = min(
+            (e for e in in_step(events, mark, "cpu_op") if e["name"].startswith(BACKWARD)), key=lambda e: e["ts"]
+        )
         events.append(node | {"ts": end(first) + 0.2, "dur": 0.1})
-
-
-def a_state_that_each_call_passes_on(events):
-    for e in events:
-        if e.get("name") == "aten::layer_norm":
-            e["name"] = "aten::lstm"
-
-
-def tokens_picked_inside_the_model(events):
-    for e in events:
-        if e.get("name") == "aten::layer_norm":
-            e["name"] = "aten::argmax"
 
 
 def a_table_instead_of_the_model(events):
@@ -331,17 +325,17 @@ def a_table_instead_of_the_model(events):
                 e["dur"] = min(end(op) for op in later if op["name"] == "aten::linear") - e["ts"] + 0.1
 
 
-def four_calls_of_one_model(events):
-    for e in events:
-        if e.get("name") == "nn.Module: Words_1":
-            e["name"] = "nn.Module: Words_0"
-
-
 def as_many_channels_as_the_images_have(events):
     """Let the last convolution of the features make images, which may be the next call's input."""
     for e in events:
         if e.get("name") == "aten::conv2d" and e["args"]["Input Dims"][1] == [32, 64, 1, 1]:
             e["args"]["Input Dims"][1] = [3, 64, 1, 1]
+
+
+a_state_that_each_call_passes_on = renamed_ops("aten::layer_norm", "aten::lstm")
+tokens_picked_inside_the_model = renamed_ops("aten::layer_norm", "aten::argmax")
+four_calls_of_one_model = renamed_ops("nn.Module: Words_1", "nn.Module: Words_0")
+an_op_with_a_list_inside = renamed_ops("aten::group_norm", "aten::cat")
 
 
 @pytest.mark.parametrize(("program", "edit"), [
@@ -426,17 +420,6 @@ def test_a_loader_stays_outside_of_the_graph_of_a_whole_step(tmp_path):
 
     with_it = edited(base("molecular_forces"), tmp_path, with_a_loader)
     assert captured(with_it) < captured(base("molecular_forces"))
-
-
-def renamed_ops(old, new, concrete=None):
-    def edit(events):
-        for e in events:
-            if e["name"].startswith(old):
-                e["name"] = new
-                if concrete is not None:
-                    e["args"]["Concrete Inputs"] = concrete
-
-    return edit
 
 
 def slices_of(length):
