@@ -510,9 +510,9 @@ def _taken_in_turn(calls: Sequence[tuple[int, Op]]) -> Iterator[list[Op]]:
 def double_batch(case: Case) -> Proposal | None:
     """Return a proposal to double the batch where the GPU waits for launches for most of the time.
 
-    The launches take the CPU as long for twice the batch. What the CPU computes itself, or in Python between ops, takes
-    twice as long. So does each activity on the GPU, except for the optimizer's and the collectives, whose sizes are
-    those of the parameters.
+    The launches take the CPU as long for twice the batch, except for those of loops over samples. What the CPU computes
+    itself, or in Python between ops, takes twice as long. So does each activity on the GPU, except for the optimizer's
+    and the collectives, whose sizes are those of the parameters.
     """
     summary = case.summary
     steady = summary.steady

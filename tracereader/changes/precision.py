@@ -151,17 +151,17 @@ def half_precision(case: Case) -> Proposal | None:
         spared = sum(moving[work].us for work in following)
         also = f"; other kernels move half of the bytes then: {duration(spared)}" * bool(following)
     dtype, how, most = "torch.bfloat16" if peaks.tf32 > peaks.fp32 else "torch.float16", "", None
-    if (
-        not case.trace.trains
-    ):  # a converted model casts nothing in its steps, and all its kernels move half of the bytes
+    # A converted model casts nothing in its steps, and all its kernels move half of the bytes.
+    if not case.trace.trains:
         most = with_durations(case.graph, case.in_all_steps(halved | times | converted))
         how = f"convert the model and its inputs once with .to({dtype}), or "
-    changed = case.in_all_steps(times)
+        also += f"; in a converted model, all that move data do: {duration(sum(work.us for work in halved))}" * bool(
+            halved
+        )
     calls = [one.launch for one in products if one.launch is not None]
+    graph = with_durations(case.graph, case.in_all_steps(times))
     return Proposal(
-        with_cpu_time(
-            with_durations(case.graph, changed), [(call.track, call.start, prices.CALL_US) for call in calls]
-        ),
+        with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
         f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
         f"{how}torch.autocast('cuda', {dtype})",
         assumed=True,
