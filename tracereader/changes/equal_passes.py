@@ -285,9 +285,10 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     for (_, name, dim, dims), calls in taken.items():
         for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            if dim == 0 or (begins and own):
+            # A single number may be a time, and a pass may begin where the one before it ends.
+            if (dim == 0 or (begins and own)) and (name == COMPARES or math.prod(dims) > dims[dim]):
                 if name == COMPARES:
-                    yield from _loop(run, "computes with what equals one of several values")
+                    yield from _loop(run, "computes with what equals one of several values", ALL_PARTS)
                 else:
                     least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
                     yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
@@ -312,7 +313,7 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
     for op in cuts:
         taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
         parts = len({place for dim, place in taken if dim == 0 and place is not None})
-        if parts < MANY_PASSES or in_backward(op):
+        if parts < MANY_PASSES or in_backward(op) or math.prod(op.inputs.dims_at(0) or [0]) == parts:
             continue
         again = (one.start for one in cuts if one.start > op.start and one.inputs.dims == op.inputs.dims)
         until = min(again, default=step.end)
@@ -334,14 +335,15 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
 def _over_copies(step: Step) -> Iterator[Loop]:
     """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it.
 
-    Rows may have other lengths, as texts have. A text that grows with each pass is what the passes before it made.
+    Texts and images may have other sizes. A text that grows with each pass is what the passes before it made.
     """
     copies: dict[tuple, list[Op]] = defaultdict(list)
     for one in step.work:
         if "HtoD" in one.name and one.launch is not None:
             op = one.launch.outermost_call()
-            calls = copies[op.track, op.name, str([dims[:-1] or dims for dims in op.inputs.dims])]
-            if op.kind == "op" and op not in calls[-1:]:
+            # A single number may be the time of a simulation, or the place of a token.
+            calls = copies[op.track, op.name, str([dims[:-2] or len(dims) for dims in op.inputs.dims])]
+            if op.kind == "op" and op not in calls[-1:] and op.inputs.dims[:1] not in ([[1]], [[]]):
                 calls.append(op)
     for calls in copies.values():
         calls.sort(key=lambda op: op.start)

@@ -27,7 +27,7 @@ from tracereader.figures.steps import compilations
 from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
 from tracereader.replay import Graph
 from tracereader.replay.changes import fused, with_cpu_time, with_durations, with_smaller_graphs, without_cpu_time
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step, Work, innermost
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import minus, union
@@ -65,6 +65,8 @@ MANY_IN_LOSS = 15
 # From this share of the saved time on, the loss is worth compiling. With a vocabulary of 128,256, a step of 19.6 ms
 # took 19.3 ms with a compiled model, and 12.0 ms if the loss was compiled, too.
 MUCH_IN_LOSS = 0.3
+# Inductor sums more rows in two kernels, as for a bias's gradient (reduction_split_factor in _inductor/choices.py).
+SUMMED_AT_ONCE = 128
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
@@ -220,7 +222,9 @@ def _with_compiled_calls(
     if model:  # compiled code ends where it waits, at most once between two launches
         starts = sorted([work.launch.start for work, _ in model])
         breaks = {bisect(starts, wait.start) for wait in host(case.step).waits} - {0, len(starts)}
-        launches[model[0][0]] += prices.REGION * (1 + len(breaks))
+        inside = (innermost(case.trace.modules.get(one.launch.track, ()), one.launch.start) for one, _ in model)
+        calls = (len({id(modules[0]) for modules in inside if modules}) or 1) + len(breaks)
+        launches[model[0][0]] += calls * (prices.TRAINED_REGION if case.trace.trains else prices.REGION)
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         if id(op) in compiled:
             launches[work] += prices.CALL * (_more_kernels(op, kernels[id(op)]) if case.trace.trains else 0)
@@ -271,6 +275,8 @@ def _more_kernels(op: Op, kernels: int) -> int:
     """Return how many more kernels a compiled op of training has. kernels: those that eager's op launches."""
     if NORM_BACKWARD.search(op.name):
         return max(0, prices.NORM_BACKWARD_KERNELS - kernels)
+    if op.name == "aten::sum" and op.inputs.concrete[1:2] == ["[0]"]:
+        return int((op.inputs.dims_at(0) or [0])[0] > SUMMED_AT_ONCE)
     return max(0, prices.BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
 
 

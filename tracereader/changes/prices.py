@@ -21,9 +21,9 @@ OPTIMIZER_STEP, FUSED_TENSOR = 75, 0.8
 FOREACH_TENSOR = 4
 # A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
 SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
-# A call of compiled code besides its kernels, for each step and each wait inside the model: 2 to 27 in five recordings,
-# 44 and 180 for models of 150 and 311 parameters.
-REGION = 15
+# A call of a compiled model besides its kernels, also where it begins anew after a wait: in inference 2 to 27 (five
+# recordings), in training, besides AROUND of each parameter, 79 to 136 (six) and 30 and 197 (one each).
+REGION, TRAINED_REGION = 15, 90
 # A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
 PASS = 100
 

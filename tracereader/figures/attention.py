@@ -10,7 +10,7 @@ import msgspec
 
 from tracereader.trace import Op, Step, kernel_names
 from tracereader.trace.facts import AttentionFacts
-from tracereader.trace.op_names import SDPA
+from tracereader.trace.op_names import SDPA, SOFTMAX
 from tracereader.trace.types import Inputs
 
 # Attention ops whose first three inputs are query, key and value: the positions of [batch, heads, sequence] in their
@@ -89,9 +89,12 @@ def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | 
 def attention_calls(step: Step) -> list[Op]:
     """Return the step's calls of attention: those of scaled_dot_product_attention, or of the backends without these.
 
-    Its fallback, for a mask with a gradient, for example, is no op of ATTENTION.
+    Its fallback, for a mask with a gradient, for example, is no op of ATTENTION. Without any of them these are the
+    softmaxes over keys of attention that is written by hand: (batch, heads, queries, keys).
     """
-    return step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__)
+    softmaxes = (op for op in step.named(SOFTMAX.__eq__) if op.inputs.concrete[1:2] in (["-1"], ["3"]))
+    by_hand = [op for op in softmaxes if len(op.inputs.dims_at(0) or ()) == 4]
+    return step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__) or by_hand
 
 
 def queries_and_keys(op: Op) -> tuple[int, int] | None:
@@ -101,6 +104,8 @@ def queries_and_keys(op: Op) -> tuple[int, int] | None:
     5.24 on, if there is a mask. The mask then has a single row.
     """
     sizes, mask = op.inputs.dims[:2], op.inputs.dims[3:4]
+    if op.name == SOFTMAX:
+        return tuple(sizes[0][2:])
     sequence = 2 if op.name == SDPA else ATTENTION[op.name][0][2]
     if len(sizes) < 2 or any(len(size) != 4 for size in sizes):
         return None
