@@ -13,6 +13,7 @@ import pytest
 from raw_events import end, raw_steps, raw_work
 from test_cpu_only import file_of as cpu_only
 from test_cpu_only import middle_step
+from test_kept_promises import base
 from test_later_workloads import case_of, edited, ms, without_shapes
 from test_loops import file_of, predicted_and_compared, typical_step
 from test_opportunities import priced_changes, raw_events
@@ -247,3 +248,25 @@ def test_packed_heads_of_transformers_are_one_query():
         assert all(e["args"]["Input Dims"][3] == [3, 1, 1, sizes[0][1]] for e in calls)
         keys.append(sizes[0][1])
     assert growing_keys(read(file).steps) == (keys[0], keys[-1]) == (9, 12)
+
+
+def over_another_dimension(events):
+    for e in events:
+        if e["name"] == "aten::_softmax":
+            e["args"]["Concrete Inputs"][1] = "1"
+
+
+def test_attention_that_is_written_by_hand_may_have_a_growing_cache(tmp_path):
+    """Its softmaxes show the keys. With a cache of fixed size and a graph, dictation took 15 ms instead of 64."""
+    file = base("dictation")
+    case = case_of(file)
+    mark = next(mark for mark in raw_steps(raw_events(file)) if mark["name"] == case.step.name)
+    sizes = [e["args"]["Input Dims"][0] for e in ops_of(raw_events(file), mark, "aten::_softmax")]
+    keys = [keys for _, _, queries, keys in sizes if queries == 1]
+    own = keys[::2]  # the other calls are to the recorded sound
+    assert len(set(keys[1::2])) == 1 < len(own) and own == sorted(own)
+    assert case.growing_keys == (own[0], own[-1])
+    found = priced_changes(file)
+    assert next(iter(found)) == "static_cache" and "larger_batch" not in found
+    assert f"here from {own[0]} to {own[-1]}" in found["static_cache"].evidence
+    assert "static_cache" not in priced_changes(edited(file, tmp_path, over_another_dimension))

@@ -201,7 +201,7 @@ def test_compiled_batch_norms_save_no_calls(file, monkeypatch):
     assert "fuse_pointwise" not in priced_changes(file)
     assert "fuse_pointwise" in priced_changes(VOLUMES), "which are normalized one by one"
     monkeypatch.setattr(fusion, "MOSTLY_BATCH_NORM", 2)
-    monkeypatch.setattr(prices, "REGION", 0)  # or the GAN's three calls of compiled code take what they save
+    monkeypatch.setattr(prices, "TRAINED_REGION", 0)  # or the GAN's three calls of compiled code take what they save
     assert "compiled code takes" in priced_changes(file)["fuse_pointwise"].evidence
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from msgspec.structs import replace
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
 from references import CHANGES as CHANGED
@@ -476,6 +477,37 @@ def test_a_compiled_layer_norms_backward_counts_as_several_calls(monkeypatch):
     assert kernels == [2] * 11 + [1]  # the input of the first normalization needs no gradient
     assert more > 1000
     assert after - as_in_eager == pytest.approx(more, rel=0.1)
+
+
+def launches_of_a_compiled_call(file):
+    """Return the CPU time of a compiled model's call and backward beside kernels, ops and parameters, in launches."""
+    events = raw_events(file)
+    unit, mark = launch_quartile(events), raw_steps(events)[1]
+    ops = [
+        one for one in events
+        if one.get("cat") in ("cpu_op", "user_annotation", "cuda_runtime") and mark["ts"] < one["ts"] < end(mark)
+    ]  # fmt: skip
+    backward = [one for one in ops if one["name"] == "CompiledFunctionBackward"]
+    calls = [one for one in ops if one["name"].startswith("Torch-Compiled Region")]
+    took = sum(one["dur"] for one in calls + backward)
+    for lookup in (one for one in ops if one["name"].startswith("TorchDynamo Cache Lookup")):
+        took += end(lookup) - max(end(one) for one in ops if end(one) <= lookup["ts"] and one["tid"] == lookup["tid"])
+    for code in (one for one in ops if one["name"].startswith("## Call CompiledFxGraph")):
+        until = code["ts"]
+        for one in sorted(ops, key=lambda one: (one["ts"], -one["dur"])):
+            if one["tid"] == code["tid"] and until <= one["ts"] < end(code) and one is not code:
+                until = end(one)
+                is_triton = one["name"].startswith("triton_")
+                took -= unit * prices.CALL if is_triton else one["dur"] + unit * prices.AROUND
+    gradients = sum(one["name"] == "torch::autograd::AccumulateGrad" for one in ops)
+    return (took / unit - gradients * prices.AROUND) / len(calls)
+
+
+def test_a_call_of_a_compiled_model_takes_about_as_many_launches_as_are_assumed():
+    """With many kernels it takes less, because the assumed time of a kernel is near the most that was seen."""
+    files = SMALL_TRAIN / "mlp-compile.json.gz", ROOT / "benchmarks/pairs/knowledge_graph/compile.json.gz"
+    fewest, most = sorted(map(launches_of_a_compiled_call, files))
+    assert 20 < fewest < prices.TRAINED_REGION < most < 150
 
 
 @pytest.mark.parametrize(

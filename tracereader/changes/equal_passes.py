@@ -274,7 +274,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     """Yield the loops that take one part of a tensor after the other.
 
     The parts are those of the first dimension, as samples are. Where each pass has a backward of its own, other ones
-    count, too.
+    count, too. A part is more than one number, which may be the time at which a pass goes on.
     """
     begins = [op.start for op in backward_begins(trace, step)]
     taken: dict[tuple, list[tuple[int, Op]]] = defaultdict(list)
@@ -285,7 +285,6 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     for (_, name, dim, dims), calls in taken.items():
         for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            # A single number may be a time, and a pass may begin where the one before it ends.
             if (dim == 0 or (begins and own)) and (name == COMPARES or math.prod(dims) > dims[dim]):
                 if name == COMPARES:
                     yield from _loop(run, "computes with what equals one of several values", ALL_PARTS)

@@ -65,8 +65,6 @@ MANY_IN_LOSS = 15
 # From this share of the saved time on, the loss is worth compiling. With a vocabulary of 128,256, a step of 19.6 ms
 # took 19.3 ms with a compiled model, and 12.0 ms if the loss was compiled, too.
 MUCH_IN_LOSS = 0.3
-# Inductor sums more rows in two kernels, as for a bias's gradient (reduction_split_factor in _inductor/choices.py).
-SUMMED_AT_ONCE = 128
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
@@ -275,8 +273,6 @@ def _more_kernels(op: Op, kernels: int) -> int:
     """Return how many more kernels a compiled op of training has. kernels: those that eager's op launches."""
     if NORM_BACKWARD.search(op.name):
         return max(0, prices.NORM_BACKWARD_KERNELS - kernels)
-    if op.name == "aten::sum" and op.inputs.concrete[1:2] == ["[0]"]:
-        return int((op.inputs.dims_at(0) or [0])[0] > SUMMED_AT_ONCE)
     return max(0, prices.BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
 
 

@@ -5,8 +5,7 @@ of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` 
 18 prices of CPU work had become 10, and 8 rates of kernels 6.
 """
 
-# CPU time in launches (Case.launch_us: the lower quartile of the step's own calls that launch a kernel), because CPUs
-# differ.
+# CPU time in launches, because CPUs differ (Case.launch_us: the lower quartile of the step's calls that launch a kernel).
 # A call through Python that ends in a launch. A Triton kernel's takes 5.0 to 8.8 (23 recordings on two machines), an
 # optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
 CALL = 8.5
@@ -22,8 +21,8 @@ FOREACH_TENSOR = 4
 # A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
 SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
 # A call of a compiled model besides its kernels, also where it begins anew after a wait: in inference 2 to 27 (five
-# recordings), in training, besides AROUND of each parameter, 79 to 136 (six) and 30 and 197 (one each).
-REGION, TRAINED_REGION = 15, 90
+# recordings), in training, with backward and besides AROUND of each parameter, 53 to 109 (eight), and no more (two).
+REGION, TRAINED_REGION = 15, 60
 # A forward and its backward beside their graphs, with the loss: 60 to 290 (seven recordings).
 PASS = 100
 

@@ -253,8 +253,7 @@ def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
             continue  # the matrix is not a constant
         last = at + 1
         if in_math:
-            # The math backend turns the triangle into -inf and 0. Elsewhere a where may belong to the scores
-            # themselves.
+            # The math backend turns the triangle into -inf and 0. Elsewhere a where may belong to the scores.
             while last < len(siblings) and _named(siblings[last], MASK_OPS):
                 last += 1
         found.append([one for one in siblings[makers[0] : last] if one.kind == "op"])

@@ -42,8 +42,7 @@ INPUTS = {name: OPERANDS[name] for name in (*_ON_CPU, "LigerGELUMulFunction", "L
 BOOLEAN_RESULT = _aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite isneginf isposinf"
 )
-# Integer inputs give these ops an integer result. The result of other ops also depends on arguments that are not
-# tensors.
+# Integer inputs give these ops an integer result. That of other ops also depends on arguments that are no tensors.
 KEEP_INTEGERS = _aten(
     "abs neg relu sign square add sub rsub mul maximum minimum where masked_fill bitwise_not bitwise_and bitwise_or "
     "bitwise_xor"

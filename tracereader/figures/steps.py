@@ -106,8 +106,7 @@ def typical(trace: Trace) -> Step:
         most = max(amounts) if trace.quality.mixed is None else usual_amount(amounts)
     else:
         amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
-        # A step that compiles makes many times the others' calls. With two steps, nothing shows which one is the
-        # exception.
+        # A step that compiles makes many times the others' calls. Of two steps, nothing shows which one does.
         most = sorted(amounts)[(len(amounts) - 1) // 2] if len(amounts) > 2 else max(amounts)
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     working = [step for step in working if step.us] or working

@@ -7,11 +7,6 @@ from tracereader.trace.labels import FLEX_ATTENTION, INDUCTORS_CALL, REGION
 from tracereader.trace.op_names import LOGSUMEXP, MATMULS, SAFE_SOFTMAX
 
 
-def is_of_flex(name: str) -> bool:
-    """Return whether an op of this name may be of an uncompiled flex_attention. Without such an op there is none."""
-    return name.startswith((FLEX_ATTENTION, SAFE_SOFTMAX))
-
-
 def uncompiled_flex(step: Step) -> dict[int, Op]:
     """Return for each op inside an uncompiled flex_attention, by id(Op), the call that it belongs to.
 
@@ -19,7 +14,7 @@ def uncompiled_flex(step: Step) -> dict[int, Op]:
     a backend that runs the ops as they are. If a region of torch.compile holds one forward and no other product, the
     whole region is the call. Under inference_mode only this region is recorded.
     """
-    if not step.named(is_of_flex):
+    if not step.named(lambda name: name.startswith((FLEX_ATTENTION, SAFE_SOFTMAX))):
         return {}
     region: dict[int, Op] = {}  # id(Op) -> the innermost region of torch.compile around it, or itself
     names: dict[int, Counter] = defaultdict(Counter)  # id of a region -> its ops' names, without regions inside it
