@@ -5,7 +5,7 @@ of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` 
 18 prices of CPU work had become 10, and 8 rates of kernels 6.
 """
 
-# CPU time in launches, because CPUs differ (Case.launch_us: the lower quartile of the step's calls that launch a kernel).
+# CPU time in launches, because CPUs differ (Case.launch_us: the lower quartile of the calls that launch a kernel).
 # A call through Python that ends in a launch. A Triton kernel's takes 5.0 to 8.8 (23 recordings on two machines), an
 # optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
 CALL = 8.5

@@ -22,7 +22,7 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 4),
 }  # fmt: skip
-# flex_attention's forward kernel, which is an op of its own in compiled code. Its mask is code, so no argument shows it.
+# flex_attention's forward kernel, an op of its own in compiled code. Its mask is code, so no argument shows it.
 FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)
 # From so many passes on, a number of tokens that grows by one shows that each pass adds one.
 MANY_PASSES = 3

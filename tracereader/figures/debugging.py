@@ -5,7 +5,7 @@ import msgspec
 from tracereader.figures.phases import backward_nodes
 from tracereader.trace import Op, Step, Trace
 
-# What anomaly detection calls for each gradient (torch/csrc/autograd/engine.cpp). No program's hook calls the second op.
+# What anomaly detection calls for each gradient (torch/csrc/autograd/engine.cpp). No program's hook calls the second.
 CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::item")
 # Launch calls that block return after their kernels have ended. With CUDA_LAUNCH_BLOCKING=1 on an H100, all 675 of a
 # recording did, and 7 of 675 without it. Nearly all of at least so many have to.
