@@ -237,8 +237,7 @@ def shop_graph(change):
         ("user", "buys", "item"): size(300000, 90), ("item", "of", "user"): 0,
         ("item", "has", "tag"): size(60000, 40), ("tag", "on", "item"): 0,
         ("user", "follows", "user"): size(150000, 60),
-        land_cover: {"uses_at_once": "larger_batch"},
-}  # fmt: skip
+    }  # fmt: skip
     edges = {}
     for relation, count in many.items():
         if count:
@@ -700,8 +699,7 @@ def face_attributes(change):
         losses = {
             "age": F.l1_loss(out["age"].float().squeeze(1), age), "sex": F.cross_entropy(out["sex"].float(), sex),
             "kind": F.cross_entropy(out["kind"].float(), kind),
-            land_cover: {"uses_at_once": "larger_batch"},
-}  # fmt: skip
+        }  # fmt: skip
         losses["all"] = losses["age"] + losses["sex"] + losses["kind"]
         losses["all"].backward()
         optimizer.step()
@@ -709,35 +707,6 @@ def face_attributes(change):
         for name, value in (*losses.items(), ("right", right)):
             running[name] += value.detach() if change == "no_item" else value.item()
         return losses["all"]
-
-    return step
-
-
-def land_cover(change):
-    """A network tells the use of land in aerial images, and the overlap of each use with the map is counted."""
-    uses, wide = 6, size(32, 4)
-    layers, before = [], 3
-    for after, apart in ((wide, 1), (wide, 1), (2 * wide, 2), (2 * wide, 2), (2 * wide, 4), (wide, 1)):
-        layers += [nn.Conv2d(before, after, 3, padding=apart, dilation=apart), nn.BatchNorm2d(after), nn.ReLU()]
-        before = after
-    net = nn.Sequential(*layers, nn.Conv2d(wide, uses, 1)).to(device).eval()
-    images = torch.rand(4, 3, size(128, 16), size(128, 16), device=device)
-    maps = torch.randint(0, uses, (4, size(128, 16), size(128, 16)), device=device)
-    numbers = torch.arange(uses, device=device)[:, None, None, None]
-
-    @torch.no_grad()
-    def step():
-        found = net(images).argmax(1)
-        if change == "uses_at_once":
-            ours, theirs = found == numbers, maps == numbers
-            both, either = (ours & theirs).sum((1, 2, 3)), (ours | theirs).sum((1, 2, 3))
-            return both / either.clamp(min=1)
-        overlaps = []
-        for number in range(uses):
-            ours, theirs = found == number, maps == number
-            both, either = (ours & theirs).sum(), (ours | theirs).sum()
-            overlaps.append(both / either.clamp(min=1))
-        return torch.stack(overlaps)
 
     return step
 
@@ -756,5 +725,4 @@ PROGRAMS = {
     spiking_digits: {"graph": "cuda_graph", "layer_by_layer": "", "first_once": "", "loss_at_once": "larger_batch"},
     face_attributes: {"workers": "data_loader", "normalize_on_gpu": "", "no_item": "remove_sync",
                       "bf16": "half_precision"},
-    land_cover: {"uses_at_once": "larger_batch"},
 }  # fmt: skip

@@ -640,12 +640,6 @@ def organ_segmentation(change):
 
     def dice(scores, wanted):
         shares, total, present = scores.softmax(1), 0.0, 0
-        if change == "classes_at_once":
-            mine = F.one_hot(wanted, classes).movedim(-1, 1)[:, 1:].float()
-            over, counts = (0, 2, 3, 4), mine.sum((0, 2, 3, 4))
-            here, found = (counts > 0).float(), shares[:, 1:].sum(over)
-            each = here * (2 * (shares[:, 1:] * mine).sum(over) + 1e-5) / (found + counts + 1e-5)
-            return 1 - each.sum() / here.sum()
         for number in range(1, classes):
             mine = (wanted == number).float()
             if change == "no_check":
@@ -785,8 +779,7 @@ PROGRAMS = {
     guided_sampler: {"at_once": "larger_batch", "times_on_cpu": "remove_sync", "graph": "cuda_graph",
                      "channels_last": "channels_last", "compile": "fuse_pointwise"},
     fourier_operator: {"bmm": "", "bf16": "half_precision", "compile": "fuse_pointwise", "graph": "cuda_graph"},
-    organ_segmentation: {"no_check": "remove_sync", "channels_last": "channels_last", "fused": "fused_optimizer",
-                         "classes_at_once": "larger_batch"},
+    organ_segmentation: {"no_check": "remove_sync", "channels_last": "channels_last", "fused": "fused_optimizer"},
     private_training: {"at_once": "larger_batch", "no_item": "remove_sync", "foreach": "", "fused": "fused_optimizer"},
     color_clusters: {"at_once": "larger_batch", "weighted": "remove_sync", "tf32": "tf32"},
 }  # fmt: skip

@@ -71,7 +71,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def growing_keys(self) -> tuple[int, int] | None:
         """Return the fewest and the most keys of a growing KV cache: see growing_keys()."""
-        return growing_keys(self.compared)
+        return None if self.trace.trains else growing_keys(self.compared)
 
     @cached_property
     def recomputed_tokens(self) -> tuple[int, int] | None:

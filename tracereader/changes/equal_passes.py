@@ -287,7 +287,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
             if (dim == 0 or (begins and own)) and (name == COMPARES or math.prod(dims) > dims[dim]):
                 if name == COMPARES:
-                    yield from _loop(run, "computes with what equals one of several values", ALL_PARTS)
+                    yield from _loop(run, "computes with what equals one of several values")
                 else:
                     least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
                     yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
@@ -340,14 +340,15 @@ def _over_copies(step: Step) -> Iterator[Loop]:
     for one in step.work:
         if "HtoD" in one.name and one.launch is not None:
             op = one.launch.outermost_call()
-            # A single number may be the time of a simulation, or the place of a token.
-            calls = copies[op.track, op.name, str([dims[:-2] or len(dims) for dims in op.inputs.dims])]
-            if op.kind == "op" and op not in calls[-1:] and op.inputs.dims[:1] not in ([[1]], [[]]):
-                calls.append(op)
+            one_number = math.prod([2] if (dims := op.inputs.dims_at(0)) is None else dims) == 1  # such as a time
+            for sizes in ([dims[:-1] or dims for dims in op.inputs.dims], [len(dims) for dims in op.inputs.dims]):
+                calls = copies[op.track, op.name, str(sizes)]
+                if op.kind == "op" and op not in calls[-1:] and not one_number:
+                    calls.append(op)
     for calls in copies.values():
         calls.sort(key=lambda op: op.start)
         launched = _launches(step, [(one.end, two.start) for one, two in pairwise(calls)])
-        lengths = [op.inputs.dims for op in calls]
+        lengths = [[dims[-1:] for dims in op.inputs.dims] for op in calls]
         grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
         if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched) and not grows:
             yield from _loop(calls, FROM_THE_CPU)

@@ -12,6 +12,7 @@ from tracereader.changes import prices
 from tracereader.changes.attention import flex_call
 from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
+from tracereader.changes.equal_passes import IS_LOSS
 from tracereader.changes.host import host
 from tracereader.changes.layout import conversions
 from tracereader.changes.opportunity import Proposal
@@ -22,7 +23,7 @@ from tracereader.figures.attention import attention_calls
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.pace import PAUSE_US, with_a_middle
-from tracereader.figures.phases import backward_begins, of_the_loss, outside_model
+from tracereader.figures.phases import backward_begins, in_backward, of_the_loss, outside_model
 from tracereader.figures.steps import compilations
 from tracereader.findings.finding import WORTH_SHOWING, counted, duration, how_often
 from tracereader.replay import Graph
@@ -220,8 +221,9 @@ def _with_compiled_calls(
     if model:  # compiled code ends where it waits, at most once between two launches
         starts = sorted([work.launch.start for work, _ in model])
         breaks = {bisect(starts, wait.start) for wait in host(case.step).waits} - {0, len(starts)}
-        inside = (innermost(case.trace.modules.get(one.launch.track, ()), one.launch.start) for one, _ in model)
-        calls = (len({id(modules[0]) for modules in inside if modules}) or 1) + len(breaks)
+        forward = (work.launch for work, op in model if not in_backward(op))
+        inside = (innermost(case.trace.modules.get(one.track, ()), one.start) for one in forward)
+        calls = (len({id(top) for top, *_ in filter(None, inside) if not IS_LOSS(top.name)}) or 1) + len(breaks)
         launches[model[0][0]] += calls * (prices.TRAINED_REGION if case.trace.trains else prices.REGION)
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         if id(op) in compiled:

@@ -41,7 +41,7 @@ from tracereader.figures.phases import (
 )
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.steps import labels
-from tracereader.figures.training import OptimizerCost, asking
+from tracereader.figures.training import TORCHS_OPTIMIZERS, OptimizerCost, asking
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.replay.changes import (
@@ -56,7 +56,7 @@ from tracereader.replay.changes import cuda_graph as as_cuda_graph
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import HEAVY, says
 from tracereader.trace.intervals import Lengths
-from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION
+from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS, REGION, ZEROES
 from tracereader.trace.op_names import COPYING, MATMULS, OF_UNKNOWN_SIZE, READ_A_VALUE
 from tracereader.two_runs.faster import ALMOST, graphs_launched, share_in_graphs, share_kept
 from tracereader.two_runs.same_work import LEFT, compiled, same_products_as_long
@@ -79,6 +79,7 @@ OWN_GRADIENTS = (
 NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (pytorch issue 181723)"
 # torch.optim's optimizers that a graph can hold, and how.
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+TORCHS_STEPS = (ZEROES, *(f"{OPTIMIZER}{name}.step" for name in TORCHS_OPTIMIZERS if name != "Muon"))
 COUNTS_NO_STEPS = "SGD"  # has no argument capturable
 ALL_OF_A_STEP = "torch.cuda.graph around the whole step, if no number of Python that it uses changes"
 WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step"
@@ -430,10 +431,10 @@ def _follows_update_graph(before: Side, after: Side) -> bool:
     needs=CUDA_OR_HIP,
 )
 def update_graph(case: Case) -> Proposal | None:
-    """Return a proposal to replay what the program launches after backward, outside optimizers' steps.
+    """Return a proposal to replay what the program launches after backward, outside torch's optimizers.
 
-    Such code is a hand-written optimizer, or an average of the weights. The trace does not show whether it computes
-    with numbers of Python that change, such as a learning rate.
+    Such code is a program's own optimizer, as Muon may be, or an average of the weights. The trace does not show
+    whether it computes with numbers of Python that change, such as a learning rate.
     """
     if not (case.trace.trains and case.trace.forward_of and case.summary.llm.same_in_all_steps):
         return None
@@ -441,14 +442,14 @@ def update_graph(case: Case) -> Proposal | None:
         return None
     found: dict[int, list[Run]] = {id(step): [] for step in case.steps}
     for step in case.steps:
-        if not _launch_many(beside_backward(step)):
+        if not _launch_many(beside_backward(step, TORCHS_STEPS)):
             continue
         own = {id(one) for one in work_beside_the_model(case.trace, step)}
         since = first_of_backward(step)
         sizes = step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
         if any(op.start >= since and not in_backward(op) for op in sizes):
             return None
-        for run in launches_between_waits(case.graph, step, labels(step, (OPTIMIZERS, LOADER))):
+        for run in launches_between_waits(case.graph, step, labels(step, (*TORCHS_STEPS, LOADER))):
             found[id(step)] += filter(_is_long, _without_pauses(run, own))
     launches = len(_captured(found, case.replayed))
     if not launches:
@@ -456,8 +457,8 @@ def update_graph(case: Case) -> Proposal | None:
     us = sum(part[-1][0].end - part[0][0].start for part in found[id(case.replayed)]) / 1e3
     return Proposal(
         as_cuda_graph(case.graph, chain(*found.values())),
-        f"{launches:,} identical launches per step after backward, outside optimizers' steps, in {duration(us)} of CPU "
-        "time",
+        f"{launches:,} identical launches per step after backward, outside torch's optimizers, in {duration(us)} of "
+        "CPU time",
         "torch.cuda.graph around them, with numbers that change in tensors and, if they read gradients, "
         "zero_grad(set_to_none=False); or, in a loop over tensors, torch._foreach_ ops",
         assumed=True,

@@ -10,7 +10,7 @@ import msgspec
 
 from tracereader.trace import Op, Step, kernel_names
 from tracereader.trace.facts import AttentionFacts
-from tracereader.trace.op_names import SDPA, SOFTMAX
+from tracereader.trace.op_names import BATCHED, MATMULS, SDPA, SOFTMAX
 from tracereader.trace.types import Inputs
 
 # Attention ops whose first three inputs are query, key and value: the positions of [batch, heads, sequence] in their
@@ -89,10 +89,14 @@ def attention_calls(step: Step) -> list[Op]:
     """Return the step's calls of attention: those of scaled_dot_product_attention, or of the backends without these.
 
     Its fallback, for a mask with a gradient, for example, is no op of ATTENTION. Without any of them these are the
-    softmaxes over keys of attention that is written by hand: (batch, heads, queries, keys).
+    softmaxes of attention that is written by hand, between batched products: (batch, heads, queries, keys).
     """
-    softmaxes = (op for op in step.named(SOFTMAX.__eq__) if op.inputs.concrete[1:2] in (["-1"], ["3"]))
-    by_hand = [op for op in softmaxes if len(op.inputs.dims_at(0) or ()) == 4]
+    near = step.named((*MATMULS, SOFTMAX).__contains__)
+    by_hand = [
+        op
+        for one, op, two in zip(near, near[1:], near[2:], strict=False)
+        if op.name == SOFTMAX and {one.name, two.name} <= {*BATCHED} and len(op.inputs.dims_at(0) or ()) == 4
+    ]
     return step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__) or by_hand
 
 

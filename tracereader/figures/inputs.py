@@ -11,8 +11,7 @@ from tracereader.trace import Step
 from tracereader.trace.grouped import totals
 from tracereader.trace.types import Inputs, dtype_of
 
-# The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
-# the op writes.
+# The number of tensors that an op reads. Compiled code calls ops with out=, and the op writes the tensor after these.
 READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
 
 

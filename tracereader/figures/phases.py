@@ -253,10 +253,10 @@ def of_the_loss(trace: Trace, step: Step) -> list[list[Work]]:
     return found
 
 
-def beside_backward(step: Step) -> list[Op]:
+def beside_backward(step: Step, optimizers: Sequence[str] = (OPTIMIZERS,)) -> list[Op]:
     """Return the outermost ops and calls after backward's first op, without backward's, optimizers' and loaders'."""
     since = first_of_backward(step)
-    left_out = (AUTOGRAD, OPTIMIZERS, LOADER)
+    left_out = (AUTOGRAD, LOADER, *optimizers)
     return [op for op in step.outermost if op.start >= since and not op.name.startswith(left_out)]
 
 

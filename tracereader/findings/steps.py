@@ -26,8 +26,7 @@ from tracereader.trace.waits import MAY_WAIT
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
 # Idle time of at least this share is mentioned even if it does not decide the regime.
 SOME_IDLE = 0.1
-# Share of the best CPU rate that the run measured. A 64 x 64 product reaches 3 to 5% on two cores, and 0% beside a busy
-# program.
+# Share of the best CPU rate that the run measured. On two cores, a 64 x 64 product reaches 3 to 5%, beside a load 0%.
 FAR_FROM_A_ROOF = 0.05
 # Steps are alike if the longest takes less than this many times the shortest. In 174 recordings on the H200, the steps
 # after the first differ by a factor of 1.1 in the median, and by more than 1.7 in four recordings.
@@ -62,8 +61,7 @@ PARTS = {
 ALIKE_SLOWER = 1.25
 # A pause alone does not make calls this many times as long. On the H200 it makes them up to 4.0 times as long.
 MUCH_SLOWER = 5
-# The largest of these factors divided by the smallest. It is up to 2.7 in the reference traces, and 9.7 if one op was
-# delayed.
+# The largest of these factors divided by the smallest: up to 2.7 in the reference traces, 9.7 if one op was delayed.
 ALIKE_SPREAD = 3
 
 

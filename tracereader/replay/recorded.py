@@ -17,8 +17,7 @@ TOLERANCE, TOO_FAR = 0.03, 0.15
 # Of a trace with more activities than this, only the steps near one are replayed, and at least so many; a single one if
 # each has more than SINGLE activities. So many places are tried until the steps there take as long as the recorded one.
 REPLAYED, REPLAYED_STEPS, SINGLE, TRIED = 5_000, 3, 1_000, 10
-# In the names of launches, and of the ops of libraries for NVIDIA's and AMD's GPUs. An LSTM on the CPU calls
-# aten::cudnn_is_acceptable.
+# In the names of launches, and of ops of NVIDIA's and AMD's libraries. An LSTM on the CPU calls cudnn_is_acceptable.
 OF_A_GPU = (
     "Launch", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
     "_efficient_attention_", "_flash_attention_forward", "_pin_memory",
