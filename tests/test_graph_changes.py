@@ -98,6 +98,26 @@ def test_the_code_after_backward_is_what_optimizers_do_not_launch(name):
     assert priced_changes(file_of(name))["update_graph"].evidence.startswith(f"{count} identical launches per step")
 
 
+def test_the_step_of_a_programs_own_optimizer_is_such_code(tmp_path):
+    """One class, Muon, calls thousands of kernels for the matrices. The other one is torch's AdamW."""
+    file = ROOT / "benchmarks/pairs/muon_writer/base.json.gz"
+    events = raw_events(file)
+    (count,) = {
+        sum(launches["ts"] <= ts < end(launches) for ts in launches_in(events, mark))
+        for mark in raw_steps(events)
+        for launches in in_step(events, mark, "user_annotation")
+        if launches["name"] == "Optimizer.step#Muon.step"
+    }
+    evidence = priced_changes(file)["update_graph"].evidence
+    assert count > 1500 and evidence.startswith(f"{count:,} identical launches per step after backward")
+
+    def of_torch(events):
+        for e in events:
+            e["name"] = str(e.get("name")).replace("#Muon.", "#RAdam.")
+
+    assert "update_graph" not in priced_changes(edited(file, tmp_path, of_torch))
+
+
 @pytest.mark.parametrize(("name", "waiting"), [
     ("ctc", "aten::ctc_loss, aten::_ctc_loss_backward"), ("masked", "aten::index, aten::_index_put_impl_"),
 ])  # fmt: skip

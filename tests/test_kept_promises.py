@@ -196,6 +196,28 @@ def test_each_call_of_a_model_in_training_costs_a_call_of_compiled_code(monkeypa
     assert calls == 2 and more == pytest.approx(calls * 60 * case.launch_us, rel=0.01)
 
 
+def as_losses(events):
+    for one in events:
+        one["name"] = str(one.get("name")).replace("nn.Module: Words", "nn.Module: MSELoss")
+
+
+def recomputed_in_backward(events):
+    """Let backward call modules, as checkpoints do."""
+    module = next(one for one in events if str(one.get("name")).startswith("nn.Module: Words"))
+    nodes = [one for one in events if str(one.get("name")).startswith("autograd::engine::evaluate_function")]
+    again = ({"ts": one["ts"], "dur": one["dur"], "tid": one["tid"]} for one in nodes)
+    events += [module | where | {"name": f"nn.Module: Block_{number}"} for number, where in enumerate(again)]
+
+
+@pytest.mark.parametrize(("edit", "calls"), [(as_losses, 1), (recomputed_in_backward, 2)])
+def test_losses_and_recomputed_blocks_are_no_calls_of_a_compiled_model(tmp_path, edit, calls, monkeypatch):
+    case = case_of(edited(base("reward_training"), tmp_path, edit))
+    with_calls = fusion.fuse_pointwise(case).graph.cpu_us
+    monkeypatch.setattr(prices, "TRAINED_REGION", 0)
+    more = with_calls - fusion.fuse_pointwise(case).graph.cpu_us
+    assert more == pytest.approx(calls * 60 * case.launch_us, rel=0.01)
+
+
 @pytest.mark.parametrize("program", ["smoke_solver", "object_tracker"])
 def test_each_wait_in_a_compiled_model_costs_a_call_of_compiled_code(program, monkeypatch):
     """The first program reads a value in each of 60 passes. In the second one, a copy may make two calls that wait."""
