@@ -271,9 +271,11 @@ def test_attention_that_is_written_by_hand_may_have_a_growing_cache(tmp_path):
     keys = [keys for _, _, queries, keys in sizes if queries == 1]
     own = keys[::2]  # the other calls are to the recorded sound
     assert len(set(keys[1::2])) == 1 < len(own) and own == sorted(own)
-    assert case.growing_keys == (own[0], own[-1])
+    grows = case.growing_keys
+    assert grows == (own[0], own[-1])
     found = priced_changes(file)
     assert next(iter(found)) == "static_cache" and "larger_batch" not in found
     assert f"here from {own[0]} to {own[-1]}" in found["static_cache"].evidence
     for edit in (without_products_of_batches, with_a_backward_pass):  # gates; a decoder that is unrolled in training
-        assert case_of(edited(file, tmp_path, edit)).growing_keys is None
+        grows = case_of(edited(file, tmp_path, edit)).growing_keys
+        assert grows is None
