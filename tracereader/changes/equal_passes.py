@@ -274,7 +274,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     """Yield the loops that take one part of a tensor after the other.
 
     The parts are those of the first dimension, as samples are. Where each pass has a backward of its own, other ones
-    count, too. A part is more than one number, which may be the time at which a pass goes on.
+    count, too.
     """
     begins = [op.start for op in backward_begins(trace, step)]
     taken: dict[tuple, list[tuple[int, Op]]] = defaultdict(list)
@@ -285,7 +285,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     for (_, name, dim, dims), calls in taken.items():
         for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            if (dim == 0 or (begins and own)) and (name == COMPARES or math.prod(dims) > dims[dim]):
+            if dim == 0 or (begins and own):
                 if name == COMPARES:
                     yield from _loop(run, "computes with what equals one of several values")
                 else:
@@ -312,7 +312,7 @@ def _over_all_parts(step: Step) -> Iterator[Loop]:
     for op in cuts:
         taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
         parts = len({place for dim, place in taken if dim == 0 and place is not None})
-        if parts < MANY_PASSES or in_backward(op) or math.prod(op.inputs.dims_at(0) or [0]) == parts:
+        if parts < MANY_PASSES or in_backward(op):
             continue
         again = (one.start for one in cuts if one.start > op.start and one.inputs.dims == op.inputs.dims)
         until = min(again, default=step.end)
