@@ -38,7 +38,7 @@ from tracereader.two_runs.side import Side
 
 # From so many ops on that autograd records for no backward, switching it off is worth a look.
 MANY_NODES = 16
-STATIC = 'a StaticCache and torch.compile(model, mode="reduce-overhead")'
+STATIC = 'a cache of fixed size, such as StaticCache, and torch.compile(model, mode="reduce-overhead")'
 
 
 def _follows_last_logits(before: Side, after: Side) -> bool:
