@@ -239,6 +239,14 @@ def test_heads_that_share_keys_may_be_recorded_as_queries(tmp_path, rows, grows)
     assert usual is not None and packed.growing_keys == (usual if grows else None)
 
 
+def test_a_text_that_is_generated_in_a_training_step_has_a_growing_cache(tmp_path):
+    """So does reinforcement learning. Compiled code would see other shapes with each token."""
+    file = file_of("generation/cached")
+    usual = case_of(file).growing_keys
+    with_backward = case_of(edited(file, tmp_path, with_a_backward_pass)).growing_keys
+    assert usual is not None and with_backward == usual
+
+
 def test_packed_heads_of_transformers_are_one_query():
     """The trace is of a Qwen3 of transformers 5.24 with padded prompts: two heads share their keys."""
     file, keys = cpu_only("packed_heads"), []

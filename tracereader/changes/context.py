@@ -7,7 +7,7 @@ import msgspec
 
 from tracereader.changes.opportunity import Unprofiled
 from tracereader.figures import Summary
-from tracereader.figures.attention import growing_keys, passes, recomputed_tokens
+from tracereader.figures.attention import attention_calls, growing_keys, passes, recomputed_tokens
 from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
@@ -28,6 +28,7 @@ from tracereader.replay.changes import fused, launching_only, step_us_at, with_c
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import T, grouped
 from tracereader.trace.labels import INDUCTORS_CALL
+from tracereader.trace.op_names import SOFTMAX
 
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
@@ -71,7 +72,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def growing_keys(self) -> tuple[int, int] | None:
         """Return the fewest and the most keys of a growing KV cache: see growing_keys()."""
-        return None if self.trace.trains else growing_keys(self.compared)
+        in_training = attention_calls(self.step) if self.trace.trains else ()  # by hand, a decoder may be unrolled
+        return None if any(op.name == SOFTMAX for op in in_training) else growing_keys(self.compared)
 
     @cached_property
     def recomputed_tokens(self) -> tuple[int, int] | None:
