@@ -15,7 +15,7 @@ from test_cpu_only import file_of as cpu_only
 from test_cpu_only import middle_step
 from test_kept_promises import base
 from test_later_workloads import case_of, edited, ms, without_shapes
-from test_loops import file_of, predicted_and_compared, typical_step
+from test_loops import file_of, predicted_and_compared, renamed_ops, typical_step
 from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
@@ -258,12 +258,6 @@ def test_packed_heads_of_transformers_are_one_query():
     assert growing_keys(read(file).steps) == (keys[0], keys[-1]) == (9, 12)
 
 
-def without_products_of_batches(events):
-    for e in events:
-        if e["name"] == "aten::bmm":
-            e["name"] = "aten::mul"
-
-
 def heads_as_a_batch(events):
     """Join the batch and the heads of the scores. The number of queries is not known then."""
     for e in events:
@@ -293,6 +287,6 @@ def test_attention_that_is_written_by_hand_may_have_a_growing_cache(tmp_path):
     assert next(iter(found)) == "static_cache" and "larger_batch" not in found
     assert f"here from {own[0]} to {own[-1]}" in found["static_cache"].evidence
     # Gates, scores of other dimensions, and a decoder that is unrolled in training.
-    for edit in (without_products_of_batches, heads_as_a_batch, with_a_backward_pass):
+    for edit in (renamed_ops("aten::bmm", "aten::mul"), heads_as_a_batch, with_a_backward_pass):
         grows = case_of(edited(file, tmp_path, edit)).growing_keys
         assert grows is None

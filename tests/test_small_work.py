@@ -72,16 +72,13 @@ def test_a_pass_may_have_an_input_of_its_own_from_the_cpu(program):
     assert evidence.startswith(f"each of {len(copies)} passes computes with an input of its own from the CPU")
 
 
-def copies_of_one_number(events):
-    for e in events:
-        if e["name"] == "aten::to":
-            e["args"]["Input Dims"][:1] = [[1]]
+def copies_of(dims):
+    def edit(events):
+        for e in events:
+            if e["name"] == "aten::to":
+                e["args"]["Input Dims"][:1] = [dims]
 
-
-def copies_of_no_dimension(events):
-    for e in events:
-        if e["name"] == "aten::to":
-            e["args"]["Input Dims"][:1] = [[]]
+    return edit
 
 
 def fewer_but_longer_texts(events):
@@ -123,7 +120,7 @@ def a_part_is_one_number(events):
 
 
 @pytest.mark.parametrize(("program", "edit"), [
-    ("acting_agent", copies_of_one_number), ("acting_agent", copies_of_no_dimension),
+    ("acting_agent", copies_of([1])), ("acting_agent", copies_of([])),
     ("acting_agent", fewer_but_longer_texts), ("image_patches", a_part_is_one_number),
     ("pendulum_evolution", a_part_is_one_number),
 ])  # fmt: skip

@@ -37,18 +37,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODULES = (
-    "vision",
-    "language",
-    "other",
-    "loops",
-    "kinds",
-    "users",
-    "research",
-    "products",
-    "several_inputs",
-    "everyday",
+    "vision", "language", "other", "loops", "kinds", "users", "research", "products", "several_inputs", "everyday",
     "services",
-)
+)  # fmt: skip
 # Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
 TIERS = (
     "digits_vae request_server neural_ode game_player soft_actor_critic gaussian_process routed_experts lstm_tagger "

@@ -91,13 +91,13 @@ def attention_calls(step: Step) -> list[Op]:
     Its fallback, for a mask with a gradient, for example, is no op of ATTENTION. Without any of them these are the
     softmaxes of attention that is written by hand, between batched products: (batch, heads, queries, keys).
     """
-    near = step.named((*MATMULS, SOFTMAX).__contains__)
-    by_hand = [
+    calls = step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__)
+    near = () if calls else step.named((*MATMULS, SOFTMAX).__contains__)
+    return calls or [
         op
         for one, op, two in zip(near, near[1:], near[2:], strict=False)
         if op.name == SOFTMAX and {one.name, two.name} <= {*BATCHED} and len(op.inputs.dims_at(0) or ()) == 4
     ]
-    return step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__) or by_hand
 
 
 def queries_and_keys(op: Op) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ from tracereader.trace.waits import SYNCHRONIZES
 MUCH_IDLE = 0.35
 # More than this share of a step's time is most of it.
 MOST = 0.5
-# Exposed communication as a share of the busy time: 1% in DDP on two H200s, 12% with a slow rank, 34% in small FSDP.
+# Exposed communication of the busy time: 1% in DDP on two H200s, 12% with a slow rank, 34% in FSDP of a small model.
 MUCH_EXPOSED = 0.3
 # Share of the data sheet's peak from which on a kernel is near it: the H200's large bf16 products reach 70 to 83%, its
 # pointwise kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.

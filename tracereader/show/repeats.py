@@ -20,7 +20,7 @@ WORTH_A_ROW = 0.05
 ROWS_SHOWN = 8
 LONG = 40  # activities
 BETWEEN = 3  # activities shown of those before, between and after repetitions
-# A repetition that takes this many times the median one is named. In the H200's traces equal layers differ by 1.11.
+# A repetition that takes this many times the median one is named. In H200s' traces equal layers differ by up to 1.11.
 LONG_STRETCH = 1.2
 
 

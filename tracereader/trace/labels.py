@@ -51,7 +51,7 @@ COMPILE_ROWS = ("TorchDynamo", REGION, "Pregraph", "AOTDispatcher", INDUCTORS_CA
 HOLDS_MANY_LAYERS = (REGION, INDUCTORS_CALL, "CompiledFunction")
 GRAPH = re.compile(r"CompiledFxGraph (\w+)")  # the hash of its code
 COMPILED_AGAIN = re.compile(rf"{REGION}: (\d+)/[1-9]\d*")
-# A compilation's phases. The id names the frame (after compiled autograd's number, if any) and earlier compilations.
+# A compilation's phases. The id names the frame (after compiled autograd's number, if any) and the compilation.
 COMPILING = " (dynamo_timed)"
 COMPILE_ID = re.compile(r"compile_id=(?:!\d+/)?(\d+/\d+)")
 
