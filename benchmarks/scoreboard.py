@@ -247,7 +247,9 @@ def of_folder(folder: Path) -> dict[str, list[Pair]]:
                 continue
             one = next((x for x in proposed if x.change == row["proposal"]), None)
             name = f"{program}/{variant}"
-            pair = _pair(f"{program}/base", name, row["proposal"], (base, us), proposed, one, blind)
+            # A variant that was recorded later has a base of its own, in "base_runs".
+            own = step_us({"runs": row["base_runs"], "served": 1}) if "base_runs" in row else base
+            pair = _pair(f"{program}/base", name, row["proposal"], (own, us), proposed, one, blind)
             some.append((row, msgspec.structs.replace(pair, elsewhere=row.get("elsewhere"))))
         for (row, _), pair in zip(some, ranked([pair for _, pair in some]), strict=True):
             pairs["fitted" if row.get("fitted") else "unfitted"].append(pair)

@@ -61,7 +61,7 @@ PAIRS = (
         ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
         ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
         ("batch_norm/eager", "batch_norm/compile"), ("batch_norm/eager", "batch_norm/graph"),
-        ("batch_norm/graph_kept", "batch_norm/graph"), ("augmented/main_process", "augmented/workers"),
+        ("augmented/main_process", "augmented/workers"),
     )),
     *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
         ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),
@@ -103,8 +103,6 @@ CHANGES_H200, LADDER = "nvidia-h200/changes/", "nvidia-h200/"
 # Of the predictions that are off, what the two traces show.
 WHY = {
     (f"{CHANGES_H200}{before}", f"{CHANGES_H200}{after}"): why for before, after, why in (
-        ("batch_norm/graph_kept", "batch_norm/graph",
-         "the same ops and calls take less CPU time in the second process."),
         ("small/loop", "small/batched",
          "the prediction keeps the CPU time of the Python around the loop."),
         ("experts/loop", "experts/batched",

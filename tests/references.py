@@ -120,7 +120,6 @@ PREDICTED = [
     ("llama/sdpa", "fuse_pointwise", "llama/compile"),
     ("trained/eager", "fuse_pointwise", "trained/compile"),
     ("batch_norm/eager", "cuda_graph", "batch_norm/graph"),
-    ("batch_norm/graph_kept", "no_gradients", "batch_norm/graph"),
     ("llama/eager_attention", "fused_attention", "llama/sdpa"),
     ("convnet/forloop", "fused_optimizer", "convnet/fused"),
     ("convnet/fused", "cuda_graph", "convnet/graph"),

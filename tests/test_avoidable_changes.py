@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
-from references import CHANGES, H200, OTHERS, ROOT, measured, opened, proposals
+from references import CHANGES, H200, OTHERS, ROOT, measured, opened
 
 from tracereader.changes import attention, catalogue, fusion, inference, precision
 from tracereader.changes.catalogue import CHANGES as CHANGES_OF_A_REPORT
@@ -682,40 +682,3 @@ def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
     found = {one.change: one for one, _ in each_priced(case)}
     assert found["remove_sync"].step_us_after == pytest.approx(110, abs=1)
     assert found["remove_sync"].evidence.endswith(": aten::item")
-
-
-def test_gradients_that_are_set_to_zero_are_counted():
-    """Each is set to zero in zero_grad(), and backward adds to it. Without them, neither is proposed."""
-    name = "batch_norm/graph_kept"
-    events = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))["traceEvents"]
-    marks = [one for one in events if one.get("cat") == "user_annotation" and one["name"].startswith("Optimizer.zero")]
-
-    def inside(one, others):
-        return any(
-            other["tid"] == one["tid"] and other["ts"] <= one["ts"] < other["ts"] + other["dur"] for other in others
-        )
-
-    engine = [
-        one for one in events if one.get("name", "").endswith("evaluate_function: torch::autograd::AccumulateGrad")
-    ]
-    ops = [one for one in events if one.get("cat") == "cpu_op"]
-    zeroed = sum(one["name"] == "aten::zero_" and inside(one, marks) for one in ops) // 3
-    added = sum(one["name"] == "aten::add_" and inside(one, engine) for one in ops) // 3
-    one = next(one for one in proposals(CHANGES / f"{name}.json.gz") if one.change == "no_gradients")
-    assert zeroed == added == 110
-    assert f"{zeroed} gradients are set to zero one by one, and backward adds to {added} of them" in one.evidence
-    assert "no_gradients" not in {one.change for one in proposals(CHANGES / "batch_norm/eager.json.gz")}
-
-
-def test_gradients_that_several_replays_of_a_graph_add_up_are_not_set_to_none(tmp_path):
-    """A replay of backward would overwrite the gradients of the replay before it."""
-    document = json.loads(gzip.decompress((CHANGES / "batch_norm/graph_kept.json.gz").read_bytes()))
-    for one in list(document["traceEvents"]):
-        if one.get("name") == "torch::autograd::AccumulateGrad":
-            # A second pass adds to the gradient, too.
-            document["traceEvents"].append(
-                one | {"name": "aten::add_", "ts": one["ts"] + 0.01, "dur": 0.001, "args": {}}
-            )
-    file = tmp_path / "passes.json"
-    file.write_text(json.dumps(document))
-    assert "no_gradients" not in {one.change for one in proposals(file)}

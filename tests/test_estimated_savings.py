@@ -33,7 +33,6 @@ HIDDEN = [
     ("bert/eager", "cuda_graph", "bert/graph"),
     ("lstm/cells", "cuda_graph", "lstm/graph"),
     ("batch_norm/eager", "cuda_graph", "batch_norm/graph"),
-    ("batch_norm/graph_kept", "no_gradients", "batch_norm/graph"),
     ("convnet/forloop", "fused_optimizer", "convnet/fused"),
     ("convnet/fused", "cuda_graph", "convnet/graph"),
 ]
@@ -114,8 +113,21 @@ def test_changes_of_the_gpus_work_are_named_although_they_do_not_shorten_the_rec
     assert summary.waits_for == "overhead"
 
 
-def test_there_is_no_estimate_where_the_gpu_limits_the_measured_step():
-    assert all(one.estimated_savings is None for one in proposals(CHANGES / "encoder/bf16.json.gz"))
+def test_a_step_of_little_more_than_the_gpus_time_does_not_show_how_much_cpu_time_it_needs():
+    """Replays with little and with much CPU time explain such a step: lora_tuning's, too, which TF32 made 31% shorter.
+
+    The range matters to changes of the GPU's work only. A step of far more than the GPU's time shows its CPU time.
+    """
+    found = {one.change: one for one in proposals(CHANGES / "encoder/bf16.json.gz")}
+    low, high = found.pop("fuse_pointwise").estimated_savings
+    before, after = (
+        json.loads(gzip.decompress((CHANGES / f"encoder/{name}.json.gz").read_bytes()))["unprofiled_step_us"]
+        for name in ("bf16", "bf16_compile")
+    )
+    assert low < 1 - after / before < high
+    assert found and all(one.estimated_savings is None for one in found.values())
+    found = proposals(ROOT / "benchmarks/pairs/convnext_training/base.json.gz")
+    assert found and all(one.estimated_savings is None for one in found)
 
 
 @pytest.mark.parametrize("name", small_first(["vit/eager", "convnet/forloop"]))

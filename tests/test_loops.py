@@ -126,9 +126,9 @@ def test_passes_that_may_need_each_other_are_left_alone(tmp_path, edit):
 
 
 def test_models_that_train_one_after_the_other_are_trained_at_once():
-    """They have no optimizer in common. On an H200, vmap over their stacked parameters saved 85%."""
-    one = next(iter(priced_changes(base("deep_ensemble")).values()))
-    assert one.change == "larger_batch" and "stack_module_state" in one.how
+    """They have no optimizer in common. On an H200, vmap over their stacked parameters saved 85%, and a graph 91%."""
+    graph, one = list(priced_changes(base("deep_ensemble")).values())[:2]
+    assert (graph.change, one.change) == ("cuda_graph", "larger_batch") and "stack_module_state" in one.how
     calls = outermost_modules("deep_ensemble")
     assert len({e["name"] for e in calls}) == len(calls)
     assert one.evidence.startswith(f"each of {len(calls)} passes computes with a model of its own")

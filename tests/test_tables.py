@@ -39,6 +39,32 @@ class Bags(Tables):
         return INDICES[:, place : place + 1]
 
 
+class Pooled(Tables):
+    """A few codes in each column, whose embeddings are averaged, beside what marks those that are there."""
+
+    def column(self, place):
+        return INDICES[:, place : place + 1].expand(-1, 3)
+
+    def forward(self):
+        found = []
+        for place, one in enumerate(self.tables):
+            codes = self.column(place)
+            there = (codes != 0).to(torch.float)[..., None]
+            found.append((one(codes) * there).sum(1) / there.sum(1).clamp(min=1))
+        return torch.cat(found, 1)
+
+
+class Picked(Pooled):
+    """The codes of the next column are picked by the embeddings of this one."""
+
+    def forward(self):
+        codes, found = self.column(0), []
+        for one in self.tables:
+            found.append(one(codes).mean(1))
+            codes = found[-1].argsort(1)[:, :3]
+        return torch.cat(found, 1)
+
+
 class Words(nn.Module):
     """The words of a sentence in turn. Each pass needs the one before it."""
 
@@ -83,11 +109,13 @@ def table_and_layer(size):
     [
         (lambda: Tables(table), [COLUMNS]),
         (lambda: Bags(bag), [COLUMNS]),
+        (lambda: Pooled(table), [COLUMNS]),
+        (lambda: Picked(table), []),
         (lambda: Tables(table_and_layer), []),
         (Words, []),
         (Numbers, []),
     ],
-    ids=["tables", "bags", "layers", "words", "numbers"],
+    ids=["tables", "bags", "pooled", "picked", "layers", "words", "numbers"],
 )
 def test_lookups_of_columns_of_indices_do_not_need_each_other(make, found, tmp_path):
     model = make()

@@ -218,7 +218,12 @@ class Relations(nn.Module):
             if self.change == "sparse_product":
                 found[goal] = found[goal] + linear(Gather.apply(*known[relation], nodes[source]))
                 continue
-            messages = linear(nodes[source])[start] if self.change == "nodes_first" else linear(nodes[source][start])
+            if self.change == "nodes_first":
+                messages = linear(nodes[source])[start]
+            elif self.change == "index_select":
+                messages = linear(nodes[source].index_select(0, start))
+            else:
+                messages = linear(nodes[source][start])
             places = end.unsqueeze(-1).expand(-1, self.after)
             total = torch.zeros(many, self.after, device=messages.device).scatter_add(0, places, messages)
             if self.change == "degrees_once":
@@ -715,7 +720,8 @@ PROGRAMS = {
     image_diffusion: {"compile": "fuse_pointwise", "average_at_once": "", "tables_on_gpu": "remove_sync",
                       "bf16": "half_precision"},
     session_recommendations: {"look_up": "", "count_better": "", "tf32": "tf32", "no_item": "remove_sync"},
-    shop_graph: {"sparse_product": "", "nodes_first": "", "users_only": "", "degrees_once": ""},
+    shop_graph: {"sparse_product": "", "nodes_first": "", "users_only": "", "degrees_once": "",
+                 "index_select": ""},
     abdomen_segmentation: {"bf16": "half_precision", "channels_last": "channels_last",
                            "classes_at_once": "larger_batch", "no_item": "remove_sync"},
     quantization_aware: {"built_in": "", "compile": "fuse_pointwise", "no_if": "remove_sync",

@@ -305,7 +305,8 @@ def expert_layers(change):
             for number in range(experts):
                 places = (chosen == number).nonzero().squeeze(-1)
                 found = F.gelu(x[places] @ first[number]) @ second[number]
-                y = y.index_add(0, places, found * shares[places, None])
+                share = shares.index_select(0, places)[:, None] if change == "index_select" else shares[places, None]
+                y = y.index_add(0, places, found * share)
         loss = (y - x).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -414,7 +415,7 @@ PROGRAMS = {
     loop_optimizer: {"foreach": "update_graph"},
     clip_tagger: {"read_later": "remove_sync"},
     pooled_texts: {"at_once": "larger_batch"},
-    expert_layers: {"at_once": "larger_batch"},
+    expert_layers: {"at_once": "larger_batch", "index_select": ""},
     image_patches: {"at_once": "larger_batch"},
     word_vectors: {"sparse": "sparse_gradients", "fused": "fused_optimizer"},
     ranked_items: {"topk": "largest_first"},

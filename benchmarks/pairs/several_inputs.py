@@ -298,7 +298,10 @@ def value_learning(change):
         nn.Linear(size(64, 4), wide), nn.LayerNorm(wide), nn.ELU(), nn.Linear(wide, wide), nn.LayerNorm(wide), nn.ELU(),
         nn.Linear(wide, wide), nn.LayerNorm(wide), nn.ELU(), nn.Linear(wide, 1),
     ).to(device)  # fmt: skip
-    optimizer = torch.optim.Adam(critic.parameters(), lr=3e-4, fused=change == "fused" or None)
+    optimizer = torch.optim.Adam(
+        critic.parameters(), lr=3e-4, fused=change == "fused" or None,
+        capturable=change == "graph" and device.type == "cuda",
+    )  # fmt: skip
     states, later = (torch.randn(batch, size(64, 4), device=device) for _ in range(2))
     rewards, ended = torch.randn(batch, device=device), torch.rand(batch, device=device) < 0.1
 
@@ -318,7 +321,7 @@ def value_learning(change):
     def epoch():  # several minibatches before the next rollout
         return torch.stack([step().detach() for _ in range(4)])
 
-    return epoch
+    return graphed(epoch) if change == "graph" else epoch
 
 
 def patch_attack(change):
@@ -541,7 +544,7 @@ PROGRAMS = {
     signature_triplets: {"at_once": "larger_batch", "pinned": "overlap_copies", "no_item": "remove_sync",
                          "bf16": "half_precision"},
     style_transfer: {"targets_once": "", "frozen": "no_autograd", "channels_last": "channels_last"},
-    value_learning: {"at_once": "larger_batch", "fused": "fused_optimizer"},
+    value_learning: {"at_once": "larger_batch", "fused": "fused_optimizer", "graph": "cuda_graph"},
     patch_attack: {"frozen": "no_autograd", "channels_last": "channels_last"},
     prompt_tuning: {"frozen": "no_autograd", "tf32": "tf32"},
     low_rank_tuning: {"frozen": "no_autograd"},

@@ -255,6 +255,9 @@ def mesh_simulator(change):
             spread = torch.sqrt((self.squares / self.seen - mean**2).clamp(min=0.0))
             return (x - mean) / torch.maximum(spread, torch.full_like(spread, 1e-8))
 
+    def rows(x, index):
+        return x.index_select(0, index) if change == "index_select" else x[index]
+
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -267,7 +270,7 @@ def mesh_simulator(change):
                 h = F.linear(x, from_sender)[sender] + F.linear(x, from_receiver)[receiver]
                 sent = self.of_edges[1:](h + F.linear(e, from_edge, first.bias))
             else:
-                sent = self.of_edges(torch.cat([x[sender], x[receiver], e], -1))
+                sent = self.of_edges(torch.cat([rows(x, sender), rows(x, receiver), e], -1))
             got = torch.zeros(len(x), width, device=x.device, dtype=sent.dtype).index_add_(0, receiver, sent)
             return x + self.of_nodes(torch.cat([x, got], -1)), e + sent
 
@@ -961,7 +964,7 @@ PROGRAMS = {
     point_clouds: {"minimum": "remove_sync", "topk": "largest_first", "batch_x2": ("double_batch", 2),
                    "bf16": "half_precision", "fused": "fused_optimizer"},
     mesh_simulator: {"tf32": "tf32", "bf16": "half_precision", "split_product": "", "fused": "fused_optimizer",
-                     "count_in_python": "remove_sync"},
+                     "count_in_python": "remove_sync", "index_select": ""},
     object_tracker: {"read_once": "remove_sync", "at_once": "larger_batch", "filters_at_once": "",
                      "thread": "python", "half": "half_precision"},
     chosen_answers: {"at_once": "larger_batch", "question_once": "", "answer_logits": "last_logits",

@@ -31,8 +31,7 @@ from tracereader.two_runs.faster import step_us
 from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, same_products, us_of
 from tracereader.two_runs.side import Side
 
-# If the calls of copies take this many times as long as the copies, the wait in them is what is saved.
-WAITS_LONGER = 2
+WAITS_LONGER = 2  # times as long as the copies: from there on, the wait in their calls is what is saved
 # CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
 # so the time that it costs is the CPU's wait for it (remove_sync).
 STAGED_BYTES = 64 * 1024

@@ -19,6 +19,7 @@ from tracereader.changes.context import Case
 from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
+from tracereader.figures.attention import attention_calls, calls_of_each_sequence
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
@@ -41,11 +42,13 @@ MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
 ALIKE = 1.5  # times the launches of another pass
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
+COPIES = ("aten::clone", "aten::copy_", "aten::to")
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 FROM_THE_CPU = "computes with an input of its own from the CPU"
 OWN_MODEL = "computes with a model of its own"  # of an ensemble, or of one customer or task each
 AGAIN = "calls the same model, with nothing computed in between"  # such as Monte Carlo dropout
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
+OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
     "if no pass needs another one's result and the memory allows, compute all at once, with a mask for unequal "
@@ -54,6 +57,7 @@ AT_ONCE = (
 HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
     OWN_MODEL: "if all are alike and independent: torch.func.stack_module_state, vmap, and one optimizer for all",
+    OWN_CACHE: "give the model one batch with a token of each sequence, and a mask for the caches' lengths",
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
@@ -64,6 +68,7 @@ LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
 NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
+FLOATS = (["5"], ["6"], ["7"], ["15"])  # the numbers of the types to which aten::to converts
 FEW = 3  # such as the texts of a triplet. More calls may be steps that pass a state on
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
@@ -144,7 +149,8 @@ def larger_batch(case: Case) -> Proposal | None:
     What the CPU does in all passes but the last one is removed, and so is what these launch, with its backward, and
     what joins their results. The kernels of the last pass do the work of all.
     """
-    if case.summary.waits_for != "overhead" or case.growing_keys is not None or case.recomputed_tokens is not None:
+    grows = case.growing_keys is not None and not calls_of_each_sequence(case.compared)
+    if case.summary.waits_for != "overhead" or grows or case.recomputed_tokens is not None:
         return None
     in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
     if not typical:
@@ -256,7 +262,11 @@ def _recurs(step: Step, loop: Loop) -> bool:
 def all_loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own; of loops in each other, all."""
     found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
-    return found if trace.trains else [*found, *_over_copies(step)]
+    if trace.trains:
+        return found
+    last = max(2, bisect.bisect(trace.steps, step.start, key=start_of))
+    each = calls_of_each_sequence(trace.steps[last - 2 : last])
+    return [*found, *_over_copies(step), *(_loop(attention_calls(step)[::each], OWN_CACHE, 2) if each else ())]
 
 
 @kept_by_step
@@ -294,13 +304,16 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
 
 
 def _over_tables(step: Step) -> Iterator[Loop]:
-    """Yield the lookups of as many embeddings of one width that follow each other, as those of columns do."""
-    others = (op for op in step.outermost if op.name not in (*VIEWS, "aten::arange"))
-    for key, run in groupby(
-        others, lambda op: op.name in LOOKS_UP and (op.name, op.track, (op.inputs.dims_at(0) or [])[1:])
+    """Yield the lookups of embeddings of one width, with no layer between them, and nothing that makes indices."""
+    numbers = {id(op) for op in step.outermost if NUMBERS(op.name) and op.inputs.concrete[1:2] not in FLOATS}
+    ops = (op for op in step.outermost if (TAKES_DATA(op.name) and op.inputs.dims) or id(op) in numbers)
+    for key, some in groupby(
+        ops, lambda op: op.name in LOOKS_UP and (op.name, op.track, *(op.inputs.dims[:1] or [[]])[0][1:])
     ):
-        if key and key[-1]:
-            yield from _loop(list(run), TABLES, ALL_PARTS)
+        run = list(some)
+        launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
+        if key and key[2:] and launched and max(launched) <= ALIKE * min(launched):
+            yield from _loop(run, TABLES, ALL_PARTS)
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -361,6 +374,7 @@ def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
     count, because the layers of a model need each other's results.
     """
     begins = [op.start for op in backward_begins(trace, step)]
+    yield from _over_own_copies(step, begins)
     for track, modules in trace.modules.items():
         ops = [op for op in step.outermost if op.kind == "op" and op.track == track]
         roots = [one for one in modules if step.start <= one.start < step.end]
@@ -377,6 +391,22 @@ def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
                 for calls, what in _apart(step, ops, run, begins, some is roots):
                     later = (one.start for one in some if one.start > calls[-1].start)
                     yield from _loop(calls, what, len(calls), min(later, default=step.end))
+
+
+def _over_own_copies(step: Step, begins: Sequence[int]) -> Iterator[Loop]:
+    """Yield the loops whose passes each train a copy of the same weights, as copy.deepcopy() makes one.
+
+    Nothing else computes with a tensor of a weight's shape, as an update of the original would, which is copied next.
+    """
+    ops = [op for op in step.outermost if op.name != "aten::detach"]
+    runs = (list(run) for is_copy, run in groupby(ops, lambda op: op.name == "aten::clone") if is_copy)
+    for some in grouped(((run[0].track, str([op.inputs.dims for op in run])), run) for run in runs).values():
+        firsts, weights = [run[0] for run in some], [dims for op in some[0] for dims in op.inputs.dims if len(dims) > 1]
+        places = [*(bisect.bisect(begins, one.start) for one in firsts), len(begins)]
+        inside = (op for op in ops if firsts[0].start <= op.start < firsts[-1].start and op.name not in COPIES)
+        updated = any(op.inputs.dims_at(0) in weights and _computes(step, op) for op in inside)
+        if weights and all(one < two for one, two in pairwise(places)) and not updated:
+            yield from _loop(firsts, OWN_MODEL, ALL_PARTS)
 
 
 def _apart(
@@ -527,7 +557,7 @@ def double_batch(case: Case) -> Proposal | None:
         launches = sorted([one.launch for one in step.work if one.launch is not None], key=start_of)
         spans = [(one.start, one.end) for one in (*host(step).computing, *host(step).pauses)]
         # Each sample of a loop has launches of its own, in backward, too, unless each pass has a model of its own.
-        alike = [one for one in loops(case.trace, step) if one.what in HOW]
+        alike = [one for one in loops(case.trace, step) if one.what in HOW and one.what != OWN_CACHE]
         looped = [one for one in all_loops(case.trace, step) if not any(map(one.overlaps, alike))]
         nodes = [_launched_from(case.trace, step, one.starts[0], one.end)[0] for one in looped]
         own += [(node.track, node.start, node.us) for node in {id(node): node for node in chain(*nodes)}.values()]

@@ -4,21 +4,16 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.figures.phases import added_gradients
 from tracereader.figures.steps import labels
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay.changes import fused, spans_of, with_cpu_time, without_cpu_time, without_ops
-from tracereader.trace import Op, Step, start_of
+from tracereader.replay.changes import fused, spans_of, with_cpu_time, without_cpu_time
+from tracereader.trace import Step, start_of
 from tracereader.trace.grouped import totals
-from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER, ZEROES
-from tracereader.trace.op_names import FILLS
-from tracereader.two_runs.same_work import by_calls, halved, same_heavy, us_of
+from tracereader.trace.labels import GIVES_GRADIENT, OPTIMIZER
+from tracereader.two_runs.same_work import same_heavy
 from tracereader.two_runs.side import Side
 
-# A foreach optimizer of a small model launches no more than this many kernels.
-FEW_LAUNCHES = 4
-# From so many gradients on, setting each to zero is worth a look.
-MANY_ZEROED = 8
+FEW_LAUNCHES = 4  # or fewer: those of a foreach optimizer of a small model
 # SGD without momentum reads and writes nothing twice. Only the momentum is multiplied.
 MULTIPLIES = ("aten::mul_", "aten::_foreach_mul_")
 
@@ -110,39 +105,3 @@ def _parameters_with_gradients(step: Step) -> int:
     given = list(step.named(GIVES_GRADIENT.__eq__))
     new = [op for op in given if not any(below.name.startswith("aten::add") for below in op.children)]
     return len(new or given)
-
-
-@change(
-    "set gradients to None instead of zero",
-    "backward gives each gradient its tensor without a copy",
-    followed=halved(us_of(lambda one: one.asked_by in FILLS), same_heavy, by_calls),
-    keys=("set_to_none",),
-)
-def no_gradients(case: Case) -> Proposal | None:
-    """Propose to set gradients to None instead of zero; the next backward then adds to none."""
-    zeroed, typical = case.in_each_step(_zeroed)
-    if len(typical) < MANY_ZEROED:
-        return None
-    added, in_typical = case.in_each_step(added_gradients)
-    if not in_typical:
-        return None
-    if case.summary.launches_graphs and len(in_typical) > len(typical):
-        return None  # a backward that a graph replays would overwrite the gradients of the one before
-    # Of several backward passes in a step, only the first one would add to no gradients.
-    in_typical = in_typical[: len(typical)]
-    ops = [op for zeros, adds in zip(zeroed, added, strict=True) for op in (*zeros, *adds[: len(zeros)])]
-    loops = [(zeros[0].track, zeros[0].start, zeros[-1].end) for zeros in zeroed if zeros]
-    us = sum(one.us for op in (*typical, *in_typical) for one in op.work_below())
-    return Proposal(
-        without_ops(without_cpu_time(case.graph, loops), ops),
-        f"{len(typical):,} gradients are set to zero one by one, and backward adds to {len(in_typical):,} of them: "
-        f"{duration(us)} of GPU work",
-        "optimizer.zero_grad(set_to_none=True)",
-        assumed=True,  # that backward can hand over each gradient without a copy
-    )
-
-
-def _zeroed(step: Step) -> list[Op]:
-    """Return the ops in zero_grad() that set a gradient to zero, in order."""
-    zeroed = (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_")
-    return sorted(zeroed, key=start_of)

@@ -30,16 +30,14 @@ from tracereader.two_runs.side import Side
 # fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
 MUCH_FASTER = 1.5
 FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
-# TF32 is named if it saves at least this share of the time in float64.
-WORTH_NAMING = 0.02
+WORTH_NAMING = 0.02  # TF32, if it saves at least this share of the time in float64
 # How the names of kernels give float64. cuBLAS writes d884gemm, dgemm and f64.
 DOUBLE = re.compile(r"\bdouble\b|dgemm|d\d+gemm|f64")
 IN_FLOAT32 = "model.float() and float32 data, if that is precise enough (NumPy's arrays are float64)"
 LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
-# If the products run on other kernels, at least this share of the fusable kernels remains.
-STAY = 0.7
+STAY = 0.7  # the share of the fusable kernels that remains at least if the products run on other kernels
 
 
 def follows_tf32(before: Side, after: Side) -> bool:

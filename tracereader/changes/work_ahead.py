@@ -22,12 +22,9 @@ from tracereader.two_runs.same_work import halved, same_heavy, the_same_work
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000
-# Ops of this length on average take as long without the profiler, which adds a few µs to each.
-LONG_OP_US = 100
-# The most ops that are named with their time.
-OPS_NAMED = 3
-# The most functions that are named, and the smallest share of the Python time that a named function has.
-FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
+LONG_OP_US = 100  # on average: such ops take as long without the profiler, which adds a few µs to each
+OPS_NAMED = 3  # at most, with their time
+FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1  # at most, and the smallest share of the Python time that each has
 
 
 @change(

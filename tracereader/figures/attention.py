@@ -152,19 +152,36 @@ def recomputed_tokens(some: Sequence[Pass]) -> tuple[int, int] | None:
     return (min(tokens), max(tokens)) if grows and min(tokens) > 1 else None
 
 
+def calls_of_each_sequence(steps: Sequence[Step]) -> int:
+    """Return how many calls of attention a sequence has in a step, if several with a KV cache each get a token in turn.
+
+    A call then has one query, and one key more than the call at its place in the step before. Otherwise it is 0, and if
+    all sequences have as many keys. Needs recorded shapes.
+    """
+    sizes = [[queries_and_keys(op) for op in attention_calls(step)] for step in steps]
+    if len(sizes) < 2 or any(one is None or one[0] != 1 for some in sizes for one in some):
+        return 0
+    grow = all([(1, keys + 1) for _, keys in before] == after for before, after in pairwise(sizes))
+    each = math.gcd(*(len(list(some)) for _, some in groupby(sizes[0])))
+    return each if grow and each < len(sizes[0]) else 0
+
+
 def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
     """Return the fewest and the most keys of one query, if each token has one key more, as in a growing KV cache.
 
     A call with more queries, as for a prompt, starts a new sequence. If a sequence has grown, so does a call that has
     no more keys than any call before it. None if any other call has other keys, if all have the same, or if the batch
-    or the number of calls is not the same for each token. The first and the last token may have fewer calls, because
-    the recording may begin or end inside them. A decoder's attention to its encoder is left out. Needs recorded shapes.
+    or the number of calls is not the same for each token, unless several sequences get a token each in a step. The
+    first and the last token may have fewer calls, because the recording may begin or end inside them. A decoder's
+    attention to its encoder is left out. Needs recorded shapes.
     """
     # first: the keys at the beginning of the sequence. least and most: of all calls.
     calls, batches, last, first, least, most = [], set(), None, 0, math.inf, 0
     attending = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
     if any(sizes is None for _, sizes in attending):
         return None
+    if calls_of_each_sequence(steps):
+        return min(keys for _, (_, keys) in attending), max(keys for _, (_, keys) in attending)
     for op, (queries, keys) in _without_cross_attention(attending):
         if queries == 1:
             starts_anew = last is None or (first < last and keys <= least)
