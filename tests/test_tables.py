@@ -54,6 +54,19 @@ class Pooled(Tables):
         return torch.cat(found, 1)
 
 
+class Uneven(Pooled):
+    """One column is worth far more work than the others."""
+
+    def forward(self):
+        found = []
+        for place, one in enumerate(self.tables):
+            there = one(self.column(place))
+            for _ in range(20 * (place == 5)):
+                there = there.sin()
+            found.append(there.mean(1))
+        return torch.cat(found, 1)
+
+
 class Picked(Pooled):
     """The codes of the next column are picked by the embeddings of this one."""
 
@@ -110,12 +123,13 @@ def table_and_layer(size):
         (lambda: Tables(table), [COLUMNS]),
         (lambda: Bags(bag), [COLUMNS]),
         (lambda: Pooled(table), [COLUMNS]),
+        (lambda: Uneven(table), []),
         (lambda: Picked(table), []),
         (lambda: Tables(table_and_layer), []),
         (Words, []),
         (Numbers, []),
     ],
-    ids=["tables", "bags", "pooled", "picked", "layers", "words", "numbers"],
+    ids=["tables", "bags", "pooled", "uneven", "picked", "layers", "words", "numbers"],
 )
 def test_lookups_of_columns_of_indices_do_not_need_each_other(make, found, tmp_path):
     model = make()

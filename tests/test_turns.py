@@ -6,17 +6,24 @@ cache of fixed size as a CUDA graph; story_writers (five stories) 10.0 and 2.6; 
 graph; value_learning 9.3 and 1.2; lora_tuning 36.2, and 25.1 with TF32.
 """
 
+import copy
 import gzip
 import json
 from itertools import groupby, pairwise
 from statistics import median
 
 import pytest
+import torch
+from cpu_programs import record
 from raw_events import raw_steps, raw_work
 from test_graph_changes import in_step
 from test_kept_promises import RESULTS, base
 from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
+from torch import nn
+
+from tracereader.changes.equal_passes import OWN_MODEL, loops
+from tracereader.trace import read
 
 
 def ops_of_steps(program, name):
@@ -131,6 +138,23 @@ def copies_of_other_models(events):
 def test_copies_that_may_need_each_other_are_no_models_of_their_own(tmp_path, edit):
     one = priced_changes(edited(base("curves_of_tasks"), tmp_path, edit)).get("larger_batch")
     assert one is None or "a model of its own" not in one.evidence
+
+
+@pytest.mark.parametrize(("trained", "found"), [(True, [5]), (False, [])])
+def test_copies_that_are_not_trained_may_be_made_for_anything(tmp_path, trained, found):
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(3, 4)
+
+    def step():
+        for _ in range(5):
+            result = copy.deepcopy(model)(x).sum()
+            if trained:
+                result.backward()
+        model(x).sum().backward()
+
+    record(step, tmp_path / "trace.json")
+    trace = read(tmp_path / "trace.json.gz")
+    of_models = [one for one in loops(trace, trace.steps[-1]) if one.what == OWN_MODEL]
+    assert [len(one.starts) for one in of_models] == found
 
 
 @pytest.mark.parametrize("program", ["curves_of_tasks", "deep_ensemble", "value_learning"])
