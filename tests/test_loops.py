@@ -530,7 +530,8 @@ def test_gradients_of_gradients_are_captured_with_the_optimizer(tmp_path):
     one = priced_changes(file_of("derivatives/eager"))["cuda_graph"]
     assert (
         one.how
-        == "torch.cuda.graph around forward, backward and the optimizer's step, with capturable=True in the optimizer"
+        == "torch.cuda.graph around forward, backward and the optimizer's step, with capturable=True in the optimizer, "
+        "if no number of Python that it uses changes, such as a learning rate"
     )
 
     def another_optimizer(events):

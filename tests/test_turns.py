@@ -23,6 +23,7 @@ from test_opportunities import priced_changes, raw_events
 from torch import nn
 
 from tracereader.changes.equal_passes import OWN_MODEL, loops
+from tracereader.figures.attention import calls_of_each_sequence
 from tracereader.trace import read
 
 
@@ -91,8 +92,9 @@ def of_one_length(events):
 
 @pytest.mark.parametrize(("edit", "grows"), [(one_that_does_not_grow, False), (of_one_length, True)])
 def test_calls_of_one_length_or_without_growth_are_no_sequences_in_turn(tmp_path, edit, grows):
-    found = priced_changes(edited(base("story_writers"), tmp_path, edit))
-    assert "larger_batch" not in found
+    file = edited(base("story_writers"), tmp_path, edit)
+    found = priced_changes(file)
+    assert "larger_batch" not in found and calls_of_each_sequence(read(file).steps) == 0
     assert ("static_cache" in found) == grows
 
 

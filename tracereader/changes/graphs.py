@@ -81,8 +81,7 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 TORCHS_STEPS = (ZEROES, *(f"{OPTIMIZER}{name}.step" for name in TORCHS_OPTIMIZERS if name != "Muon"))
 COUNTS_NO_STEPS = "SGD"  # has no argument capturable
-ALL_OF_A_STEP = "torch.cuda.graph around the whole step, if no number of Python that it uses changes"
-WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step"
+CONSTANT = "if no number of Python that it uses changes, such as a learning rate"
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -219,7 +218,8 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
 def _whole_step(optimizers: Sequence[OptimizerCost]) -> str:
     """Return how a graph holds a whole training step."""
     capturable = ", with capturable=True in the optimizer" * any(one.name != COUNTS_NO_STEPS for one in optimizers)
-    return (WHOLE_STEP if optimizers else ALL_OF_A_STEP) + capturable
+    step = "forward, backward and the optimizer's step" if optimizers else "the whole step"
+    return f"torch.cuda.graph around {step}{capturable}, {CONSTANT}"
 
 
 def _graphs_of_the_same_model(case: Case) -> Proposal | None:
