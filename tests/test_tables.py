@@ -54,8 +54,8 @@ class Pooled(Tables):
         return torch.cat(found, 1)
 
 
-class Uneven(Pooled):
-    """One column is worth far more work than the others."""
+class Interrupted(Pooled):
+    """The embeddings of the sixth column are not only averaged."""
 
     def forward(self):
         found = []
@@ -76,6 +76,40 @@ class Picked(Pooled):
             found.append(one(codes).mean(1))
             codes = found[-1].argsort(1)[:, :3]
         return torch.cat(found, 1)
+
+
+class Summed(Pooled):
+    """The codes of the next column are counted of the embeddings of this one."""
+
+    def forward(self):
+        codes, found = self.column(0), []
+        for one in self.tables:
+            found.append(one(codes).mean(1))
+            codes = (found[-1].sigmoid().cumsum(1) < 1).sum(1, keepdim=True)
+        return torch.cat(found, 1)
+
+
+class Converted(Pooled):
+    """The codes of the next column are a mean of the embeddings of this one."""
+
+    def forward(self):
+        codes, found = self.column(0), []
+        for one in self.tables:
+            found.append(one(codes).mean(1))
+            codes = found[-1].mean(1, keepdim=True).to(torch.long).clamp(min=0)
+        return torch.cat(found, 1)
+
+
+class Recurrent(Tables):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self):
+        state = torch.zeros(len(INDICES), WIDTH)
+        for place, one in enumerate(self.tables):
+            state = one(self.column(place)) + torch.addmm(self.bias, state, self.weight)
+        return state
 
 
 class Words(nn.Module):
@@ -123,13 +157,28 @@ def table_and_layer(size):
         (lambda: Tables(table), [COLUMNS]),
         (lambda: Bags(bag), [COLUMNS]),
         (lambda: Pooled(table), [COLUMNS]),
-        (lambda: Uneven(table), []),
+        (lambda: Interrupted(table), [6, 6]),
         (lambda: Picked(table), []),
+        (lambda: Summed(table), []),
+        (lambda: Converted(table), []),
+        (lambda: Recurrent(table), []),
         (lambda: Tables(table_and_layer), []),
         (Words, []),
         (Numbers, []),
     ],
-    ids=["tables", "bags", "pooled", "uneven", "picked", "layers", "words", "numbers"],
+    ids=[
+        "tables",
+        "bags",
+        "pooled",
+        "interrupted",
+        "picked",
+        "summed",
+        "converted",
+        "recurrent",
+        "layers",
+        "words",
+        "numbers",
+    ],
 )
 def test_lookups_of_columns_of_indices_do_not_need_each_other(make, found, tmp_path):
     model = make()

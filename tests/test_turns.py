@@ -23,7 +23,6 @@ from test_opportunities import priced_changes, raw_events
 from torch import nn
 
 from tracereader.changes.equal_passes import OWN_MODEL, loops
-from tracereader.figures.attention import calls_of_each_sequence
 from tracereader.trace import read
 
 
@@ -63,7 +62,7 @@ def test_each_sequence_with_a_cache_of_its_own_is_a_pass(program, op):
     assert one.evidence.startswith(
         f"each of {len(sequences)} passes decodes a token of a sequence with a KV cache of its own"
     )
-    assert "one batch with a token of each sequence" in one.how
+    assert one.how.startswith("if one model decodes all and no sequence needs another one's token: one batch")
     variant = "batched" if program == "chat_service" else "together"
     assert promised(one) == pytest.approx(saved(program, variant), abs=0.1)
     cache = found["static_cache"]
@@ -81,21 +80,46 @@ def one_that_does_not_grow(events):
         max(ops, key=lambda e: e["ts"])["args"]["Input Dims"][place][2] -= 1
 
 
-def of_one_length(events):
-    """Let all sequences have as many keys, as the layers of a single one have."""
-    for number, mark in enumerate(raw_steps(events)):
-        for e in in_step(events, mark, "cpu_op"):
-            if e["name"] == SDPA:
-                for place in (1, 2):
-                    e["args"]["Input Dims"][place][2] = 100 + number
+def of_one_sequence(events):
+    """Let a step look up one token only. Its layers have caches of several lengths."""
+    for mark in raw_steps(events):
+        lookups = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::embedding"]
+        first = min(e["ts"] for e in lookups)
+        for e in lookups:
+            e["name"] = "aten::embedding" if e["ts"] < first + 300 else "aten::add"
 
 
-@pytest.mark.parametrize(("edit", "grows"), [(one_that_does_not_grow, False), (of_one_length, True)])
-def test_calls_of_one_length_or_without_growth_are_no_sequences_in_turn(tmp_path, edit, grows):
-    file = edited(base("story_writers"), tmp_path, edit)
-    found = priced_changes(file)
-    assert "larger_batch" not in found and calls_of_each_sequence(read(file).steps) == 0
-    assert ("static_cache" in found) == grows
+def of_two_models(events):
+    """Let one of the sequences be that of a model with one layer less."""
+    for mark in raw_steps(events):
+        min((e for e in in_step(events, mark, "cpu_op") if e["name"] == SDPA), key=lambda e: e["ts"])["name"] = (
+            "a_layer"
+        )
+
+
+def two_of_one_length(events):
+    """Let the first two sequences have as many keys."""
+    for mark in raw_steps(events):
+        ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == SDPA]
+        first, second, *_ = sorted({e["args"]["Input Dims"][1][2] for e in ops})
+        for e in ops:
+            for place in (1, 2):
+                dims = e["args"]["Input Dims"][place]
+                dims[2] = first if dims[2] == second else dims[2]
+
+
+@pytest.mark.parametrize(
+    ("edit", "grows", "sequences"),
+    [
+        (one_that_does_not_grow, False, 0), (of_one_sequence, True, 0), (of_two_models, True, 0),
+        (two_of_one_length, True, 5),
+    ],
+)  # fmt: skip
+def test_sequences_begin_with_their_lookups_and_have_calls_of_one_length(tmp_path, edit, grows, sequences):
+    found = priced_changes(edited(base("story_writers"), tmp_path, edit))
+    assert ("static_cache" in found) == grows and ("cuda_graph" in found) != grows
+    one = found.get("larger_batch")
+    assert one.evidence.startswith(f"each of {sequences} passes") if sequences else one is None
 
 
 def runs_of_clones(program):
@@ -142,18 +166,52 @@ def test_copies_that_may_need_each_other_are_no_models_of_their_own(tmp_path, ed
     assert one is None or "a model of its own" not in one.evidence
 
 
-@pytest.mark.parametrize(("trained", "found"), [(True, [5]), (False, [])])
-def test_copies_that_are_not_trained_may_be_made_for_anything(tmp_path, trained, found):
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(3, 4)
+def trained_in_turn(model, x):
+    """Each copy is freed once the next one is made, which is the one after the next that may get its name."""
+    for _ in range(5):
+        one = copy.deepcopy(model)
+        one(x).sum().backward()
 
-    def step():
-        for _ in range(5):
-            result = copy.deepcopy(model)(x).sum()
-            if trained:
-                result.backward()
+
+def not_trained(model, x):
+    """Backward is for the model itself."""
+    model(sum(copy.deepcopy(model)(x).detach() for _ in range(5))).sum().backward()
+
+
+def snapshots(model, x):
+    """One model is updated five times, and its weights are kept before each update."""
+    for _ in range(5):
+        _ = [one.clone() for one in model.state_dict().values()]
         model(x).sum().backward()
 
-    record(step, tmp_path / "trace.json")
+
+def target_copies(model, x):
+    for _ in range(5):
+        (model(x) - copy.deepcopy(model)(x).detach()).square().sum().backward()
+
+
+def moved_original(model, x):
+    """As Reptile in sequence: the next copy is made of what this one moved."""
+    for _ in range(5):
+        one = copy.deepcopy(model)
+        one(x).sum().backward()
+        torch._foreach_lerp_([w.detach() for w in model.parameters()], [w.detach() for w in one.parameters()], 0.1)
+
+
+def states(model, x):
+    """What is cloned is a state that the passes hand on."""
+    for _ in range(5):
+        x = model(x.detach().clone())
+        x.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [(trained_in_turn, [5]), *((one, []) for one in (not_trained, snapshots, target_copies, moved_original, states))],
+)
+def test_clones_of_other_kinds_are_no_models_of_their_own(tmp_path, step, found):
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(3, 4)
+    record(lambda: step(model, x), tmp_path / "trace.json", with_modules=True)
     trace = read(tmp_path / "trace.json.gz")
     of_models = [one for one in loops(trace, trace.steps[-1]) if one.what == OWN_MODEL]
     assert [len(one.starts) for one in of_models] == found

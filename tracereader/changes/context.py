@@ -30,8 +30,7 @@ from tracereader.trace.grouped import T, grouped
 from tracereader.trace.labels import INDUCTORS_CALL
 from tracereader.trace.op_names import SOFTMAX
 
-# The ends of the estimate without the profiler are replayed to within this share.
-ROUGHLY = 0.03
+ROUGHLY = 0.03  # the ends of the estimate without the profiler are replayed to within this share
 # Replayed with hardly any CPU time, 53 of 59 measured steps that the GPU limits took at most this share less.
 ON_THE_GPU = 0.08
 # A GPU activity: its slice, its measurements, and the op that launched it.

@@ -6,7 +6,7 @@ A loop makes such passes one after the other: one sample, expert, clip or enviro
 import bisect
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from statistics import median_high
@@ -19,7 +19,7 @@ from tracereader.changes.context import Case
 from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
-from tracereader.figures.attention import attention_calls, calls_of_each_sequence
+from tracereader.figures.attention import attention_calls, keys_grow_in_place
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
@@ -56,8 +56,8 @@ AT_ONCE = (
 )
 HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
-    OWN_MODEL: "if all are alike and independent: torch.func.stack_module_state, vmap, and one optimizer for all",
-    OWN_CACHE: "give the model one batch with a token of each sequence, and a mask for the caches' lengths",
+    OWN_MODEL: "if no model needs what another one learned: torch.func.stack_module_state, vmap, and one optimizer",
+    OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
@@ -68,7 +68,9 @@ LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
 NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
-FLOATS = (["5"], ["6"], ["7"], ["15"])  # the numbers of the types to which aten::to converts
+# What may follow a lookup: what averages it and its marks. aten::to converts to float with these numbers of types.
+POOLS = re.compile(r"aten::(sum|mean|mul|div|ne|clamp|arange)$").match
+TO_FLOATS = [("aten::to", [number]) for number in ("5", "6", "7", "15")]
 FEW = 3  # such as the texts of a triplet. More calls may be steps that pass a state on
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
@@ -149,7 +151,7 @@ def larger_batch(case: Case) -> Proposal | None:
     What the CPU does in all passes but the last one is removed, and so is what these launch, with its backward, and
     what joins their results. The kernels of the last pass do the work of all.
     """
-    grows = case.growing_keys is not None and not calls_of_each_sequence(case.compared)
+    grows = case.growing_keys is not None and not _in_turn(case.trace, case.step)
     if case.summary.waits_for != "overhead" or grows or case.recomputed_tokens is not None:
         return None
     in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
@@ -262,11 +264,7 @@ def _recurs(step: Step, loop: Loop) -> bool:
 def all_loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own; of loops in each other, all."""
     found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
-    if trace.trains:
-        return found
-    last = max(2, bisect.bisect(trace.steps, step.start, key=start_of))
-    each = calls_of_each_sequence(trace.steps[last - 2 : last])
-    return [*found, *_over_copies(step), *(_loop(attention_calls(step)[::each], OWN_CACHE, 2) if each else ())]
+    return found if trace.trains else [*found, *_over_copies(step), *_loop(_in_turn(trace, step), OWN_CACHE, 2)]
 
 
 @kept_by_step
@@ -304,16 +302,14 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
 
 
 def _over_tables(step: Step) -> Iterator[Loop]:
-    """Yield the lookups of embeddings of one width, with no layer between them, and nothing that makes indices."""
-    numbers = {id(op) for op in step.outermost if NUMBERS(op.name) and op.inputs.concrete[1:2] not in FLOATS}
-    ops = (op for op in step.outermost if (TAKES_DATA(op.name) and op.inputs.dims) or id(op) in numbers)
+    """Yield the lookups of embeddings of one width, as those of columns are, with only pooling between them."""
+    pools = {id(op) for op in step.outermost if POOLS(op.name) or (op.name, op.inputs.concrete[1:2]) in TO_FLOATS}
+    ops = (op for op in step.outermost if id(op) not in pools and op.name not in VIEWS)
     for key, some in groupby(
-        ops, lambda op: op.name in LOOKS_UP and (op.name, op.track, *(op.inputs.dims[:1] or [[]])[0][1:])
+        ops, lambda op: op.name in LOOKS_UP and (op.name, op.track, *(op.inputs.dims_at(0) or [])[1:])
     ):
-        run = list(some)
-        launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
-        if key and key[2:] and launched and max(launched) <= ALIKE * min(launched):
-            yield from _loop(run, TABLES, ALL_PARTS)
+        if key and key[2:]:
+            yield from _loop(list(some), TABLES, ALL_PARTS)
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
@@ -367,6 +363,19 @@ def _over_copies(step: Step) -> Iterator[Loop]:
             yield from _loop(calls, FROM_THE_CPU)
 
 
+def _in_turn(trace: Trace, step: Step) -> list[Op]:
+    """Return each sequence's first call of attention, if several get a token each, which begins with its lookup.
+
+    Each has a KV cache of its own, which has one more key in the next step, and as many calls as the others.
+    """
+    last, looked = max(2, bisect.bisect(trace.steps, step.start, key=start_of)), step.named(LOOKS_UP.__contains__)
+    if not looked or not keys_grow_in_place(trace.steps[last - 2 : last]):
+        return []
+    begins = sorted(op.start for op in looked if op.inputs.dims == looked[0].inputs.dims)
+    of_each = grouped((bisect.bisect(begins, op.start), op) for op in attention_calls(step)).values()
+    return [some[0] for some in of_each] if len({len(some) for some in of_each}) == 1 else []
+
+
 def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
     """Yield the loops that call one model after the other, or a module again, as far as no call has another's result.
 
@@ -374,7 +383,7 @@ def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
     count, because the layers of a model need each other's results.
     """
     begins = [op.start for op in backward_begins(trace, step)]
-    yield from _over_own_copies(step, begins)
+    yield from _over_own_copies(trace, step, begins)
     for track, modules in trace.modules.items():
         ops = [op for op in step.outermost if op.kind == "op" and op.track == track]
         roots = [one for one in modules if step.start <= one.start < step.end]
@@ -393,20 +402,32 @@ def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
                     yield from _loop(calls, what, len(calls), min(later, default=step.end))
 
 
-def _over_own_copies(step: Step, begins: Sequence[int]) -> Iterator[Loop]:
+def _over_own_copies(trace: Trace, step: Step, begins: Sequence[int]) -> Iterator[Loop]:
     """Yield the loops whose passes each train a copy of the same weights, as copy.deepcopy() makes one.
 
-    Nothing else computes with a tensor of a weight's shape, as an update of the original would, which is copied next.
+    No model is called in most passes, though a copy may have the name of one that was freed. Nothing else computes with
+    a tensor of a weight's shape, as an update of the original would, which is copied next.
     """
     ops = [op for op in step.outermost if op.name != "aten::detach"]
     runs = (list(run) for is_copy, run in groupby(ops, lambda op: op.name == "aten::clone") if is_copy)
     for some in grouped(((run[0].track, str([op.inputs.dims for op in run])), run) for run in runs).values():
-        firsts, weights = [run[0] for run in some], [dims for op in some[0] for dims in op.inputs.dims if len(dims) > 1]
-        places = [*(bisect.bisect(begins, one.start) for one in firsts), len(begins)]
-        inside = (op for op in ops if firsts[0].start <= op.start < firsts[-1].start and op.name not in COPIES)
-        updated = any(op.inputs.dims_at(0) in weights and _computes(step, op) for op in inside)
-        if weights and all(one < two for one, two in pairwise(places)) and not updated:
-            yield from _loop(firsts, OWN_MODEL, ALL_PARTS)
+        starts, weights = [run[0].start for run in some], [dim for op in some[0] for dim in op.inputs.dims if dim[1:]]
+        places = [*(bisect.bisect(begins, start) for start in starts), len(begins)]
+        if len(some) < ALL_PARTS or any(one >= two for one, two in pairwise(places)):
+            continue
+        roots = (one for one in trace.modules.get(some[0][0].track, ()) if starts[0] <= one.start < step.end)
+        calls = {(bisect.bisect(starts, one.start), one.name) for one in roots if not IS_LOSS(one.name)}
+        most = max(Counter(name for _, name in calls).values(), default=len(some))
+        inside = (op for op in ops if starts[0] <= op.start < starts[-1] and op.name not in COPIES)
+        taken = (dims for op in inside for dims in _first_shapes(op) if dims in weights and _computes(step, op))
+        if 2 * most <= len(some) + 1 and next(taken, None) is None:
+            yield from _loop([run[0] for run in some], OWN_MODEL, ALL_PARTS)
+
+
+def _first_shapes(op: Op) -> list:
+    """Return the shape of an op's first input, or those of its tensors if it is a list."""
+    first = op.inputs.recorded[:1]
+    return [*first, *first[0]] if first and isinstance(first[0], list) else []
 
 
 def _apart(

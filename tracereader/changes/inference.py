@@ -36,8 +36,7 @@ from tracereader.two_runs.same_work import (
 )
 from tracereader.two_runs.side import Side
 
-# From so many ops on that autograd records for no backward, switching it off is worth a look.
-MANY_NODES = 16
+MANY_NODES = 16  # from so many ops on that autograd records for no backward, switching it off is worth a look
 STATIC = 'a cache of fixed size, such as StaticCache, and torch.compile(model, mode="reduce-overhead")'
 
 

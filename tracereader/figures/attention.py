@@ -24,8 +24,7 @@ ATTENTION = {
 }  # fmt: skip
 # flex_attention's forward kernel, an op of its own in compiled code. Its mask is code, so no argument shows it.
 FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)
-# From so many passes on, a number of tokens that grows by one shows that each pass adds one.
-MANY_PASSES = 3
+MANY_PASSES = 3  # from so many passes on, a number of tokens that grows by one shows that each pass adds one
 # The values in "Concrete Inputs": a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
 CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}
 
@@ -152,18 +151,15 @@ def recomputed_tokens(some: Sequence[Pass]) -> tuple[int, int] | None:
     return (min(tokens), max(tokens)) if grows and min(tokens) > 1 else None
 
 
-def calls_of_each_sequence(steps: Sequence[Step]) -> int:
-    """Return how many calls of attention a sequence has in a step, if several with a KV cache each get a token in turn.
+def keys_grow_in_place(steps: Sequence[Step]) -> bool:
+    """Return whether each call of attention has one query, and one key more than the call at its place a step before.
 
-    A call then has one query, and one key more than the call at its place in the step before. Otherwise it is 0, and if
-    all sequences have as many keys. Needs recorded shapes.
+    So it is if a sequence, or several in turn, get one token in each step. Needs recorded shapes.
     """
     sizes = [[queries_and_keys(op) for op in attention_calls(step)] for step in steps]
-    if len(sizes) < 2 or any(one is None or one[0] != 1 for some in sizes for one in some):
-        return 0
-    grow = all([(1, keys + 1) for _, keys in before] == after for before, after in pairwise(sizes))
-    each = math.gcd(*(len(list(some)) for _, some in groupby(sizes[0])))
-    return each if grow and each < len(sizes[0]) else 0
+    if len(sizes) < 2 or not sizes[0] or any(one is None or one[0] != 1 for some in sizes for one in some):
+        return False
+    return all([(1, keys + 1) for _, keys in before] == after for before, after in pairwise(sizes))
 
 
 def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
@@ -180,7 +176,7 @@ def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
     attending = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
     if any(sizes is None for _, sizes in attending):
         return None
-    if calls_of_each_sequence(steps):
+    if keys_grow_in_place(steps):
         return min(keys for _, (_, keys) in attending), max(keys for _, (_, keys) in attending)
     for op, (queries, keys) in _without_cross_attention(attending):
         if queries == 1:

@@ -15,8 +15,7 @@ from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOAD
 from tracereader.trace.op_names import MATMULS
 from tracereader.trace.types import dtype_of
 
-# If a rate exceeds the measured limit by this factor, the limit was not measured properly.
-MUCH_FASTER = 1.1
+MUCH_FASTER = 1.1  # if a rate exceeds the measured limit by this factor, the limit was not measured properly
 # Bytes that a cache may hold. The rate of a smaller pointwise op says nothing about the memory.
 CACHED = 2**25
 WRITTEN_BY_INDUCTOR = "cpp_fused"

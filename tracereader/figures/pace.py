@@ -79,8 +79,7 @@ def lanes_us(trace: Trace, usual: Step) -> dict[str, float]:
     return {"CPU": max(0.0, on_cpu) / 1e3, "GPU": max(0.0, on_gpu) / 1e3}
 
 
-# Less cold time than this share of a step changes no figure that a report prints.
-LEAST_COLD = 0.02
+LEAST_COLD = 0.02  # less cold time than this share of a step changes no figure that a report prints
 
 
 def cold_spans(trace: Trace, usual: Step) -> Intervals:

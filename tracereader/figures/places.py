@@ -13,8 +13,7 @@ from tracereader.trace.grouped import totals
 from tracereader.trace.labels import is_phase
 
 NUMBER = re.compile(r"_\d+$")  # the number of a module within its class
-# The row for work outside all phases or annotations.
-OUTSIDE_PHASES = "outside them"
+OUTSIDE_PHASES = "outside them"  # the row for work outside all phases or annotations
 
 
 class Place(msgspec.Struct, frozen=True):

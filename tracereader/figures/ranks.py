@@ -28,8 +28,7 @@ SAME_SIZE = ("all-reduce", "all-gather", "reduce-scatter", "send")
 FAR_APART = 100_000
 # ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
 CLOCKS_OFF = 60 * 10**9
-# The share of the longest waiting rank's time below which a rank of a process group counts as late.
-LATE = 0.5
+LATE = 0.5  # the share of the longest waiting rank's time below which a rank of a process group counts as late
 
 
 class MessageWaits(msgspec.Struct, frozen=True):

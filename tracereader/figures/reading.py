@@ -31,8 +31,7 @@ HEAD = 1 << 18  # bytes that contain distributedInfo, because the profiler write
 WORTH_A_PROCESS = 40e6
 # Bytes of memory that reading takes per byte of JSON. It was at most 9 in the traces of two H200s.
 MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
-# The least share of the files that name different ranks of one run.
-ORDERLY = 0.75
+ORDERLY = 0.75  # the least share of the files that name different ranks of one run
 # Seconds without an answer after which the missing ranks are given up. A trace of 1 GB takes one to two minutes.
 FIRST_ANSWER_S, NEXT_ANSWER_S = 600.0, 180.0
 # Concurrent requests. A request takes a tenth of a second, and there may be a thousand URLs.

@@ -18,8 +18,7 @@ from tracereader.trace.waits import SYNCHRONIZES
 # Idle share of the time from step to step. On the H200 it is 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
 # decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
 MUCH_IDLE = 0.35
-# More than this share of a step's time is most of it.
-MOST = 0.5
+MOST = 0.5  # more than this share of a step's time is most of it
 # Exposed communication of the busy time: 1% in DDP on two H200s, 12% with a slow rank, 34% in FSDP of a small model.
 MUCH_EXPOSED = 0.3
 # Share of the data sheet's peak from which on a kernel is near it: the H200's large bf16 products reach 70 to 83%, its

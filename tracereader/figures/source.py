@@ -13,8 +13,7 @@ from tracereader.trace.lenient import Defects
 from tracereader.trace.quality import earlier_work
 from tracereader.trace.slices import Process
 
-# Clocks that are aligned to a microsecond change no figure that a report prints.
-LEAST_LEAD_NS = 1_000
+LEAST_LEAD_NS = 1_000  # clocks that are aligned to a microsecond change no figure that a report prints
 # What a Source has of the Trace under the same names.
 KEPT = ("facts", "backend", "has_steps", "steps_by", "steps_end_with_it", "calls_in_a_step", "processes")
 

@@ -30,8 +30,7 @@ TORCHS_OPTIMIZERS = (*FUSED_OPTIMIZERS, *FOREACH_OPTIMIZERS, "Muon", "LBFGS", "S
 TAKING_SPARSE = ("SGD", "Adagrad")
 # An optimizer with complex parameters calls this op. Its fused form refuses them.
 OF_COMPLEX_NUMBERS = "aten::view_as_real"
-# The number of points of the memory curve over the step.
-POINTS = 60
+POINTS = 60  # the number of points of the memory curve over the step
 
 
 class Recomputed(msgspec.Struct, frozen=True):

@@ -22,8 +22,7 @@ SCRIPTS = ("code", "profile", "test", "trace")
 NOT_THE_USERS = {*LIBRARIES, *sys.stdlib_module_names}.difference(SCRIPTS)
 INSTALLED = re.compile(r"(site|dist)-packages/|/lib/python\d|^<(?!ipython)")
 CALL = re.compile(r"(.+)\((\d+)\): (.+)")
-# The function is the innermost one that holds at least this share of the time.
-MOST = 0.5
+MOST = 0.5  # the function is the innermost one that holds at least this share of the time
 
 
 class Function(msgspec.Struct, frozen=True):

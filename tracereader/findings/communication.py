@@ -4,17 +4,14 @@ from tracereader.figures import Summary
 from tracereader.figures.communication import Communication
 from tracereader.findings.finding import WORTH_SHOWING, listed, size
 
-# Hidden communication is reported from this share of the step on.
-MUCH_HIDDEN = 0.05
+MUCH_HIDDEN = 0.05  # hidden communication is reported from this share of the step on
 # From this exposed share of the step on, the first lines also have the bandwidth and what may be the reason.
 MUCH_EXPOSED = 0.15
 # Bytes. On NVLink of 450 GB/s, collectives from 2 MB on that did not wait reached 68 to 290 GB/s, and those of 8 kB at
 # most 1 (H200s). Through the host's memory they reached 25 to 28.
 LARGE = 2e6
-# Most hosts have no more GPUs than this.
-ON_A_HOST = 8
-# A busy share from which on the share of the busy time is that of the step.
-MOSTLY_BUSY = 0.95
+ON_A_HOST = 8  # most hosts have no more GPUs than this
+MOSTLY_BUSY = 0.95  # a busy share from which on the share of the busy time is that of the step
 
 
 def is_worth_saying(summary: Summary) -> bool:

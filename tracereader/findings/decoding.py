@@ -5,8 +5,7 @@ from tracereader.figures.decoding import Decoding
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.finding import counted, duration, size, tokens_s
 
-# If matrix products take this share of a step, their rate of reading weights is reported.
-MUCH_READING = 0.2
+MUCH_READING = 0.2  # if matrix products take this share of a step, their rate of reading weights is reported
 
 
 def in_words(summary: Summary) -> list[str]:

@@ -72,8 +72,7 @@ def gemm_is_heavy(summary: Summary) -> Verdict:
     return Verdict(registers > light and shared > 0 and light_shared == 0, seen)
 
 
-# On the H200 most kernels vary by at most 3%, and the second of two equal GEMMs varies by 9%.
-VARIES = 1.05
+VARIES = 1.05  # on the H200 most kernels vary by at most 3%, and the second of two equal GEMMs varies by 9%
 
 
 @finding(

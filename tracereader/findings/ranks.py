@@ -26,10 +26,8 @@ MUCH_LONGER = MUCH_WAITED
 CAUSES_IT = 2 / 3
 MOST = 0.5
 LITTLE = 0.25  # of the extra time of the step that has most of it
-# A reason is named if it explains at least this share of a rank's extra time.
-A_REASON = 0.2
-# A phase is named alone if it has at least this share of a reason's time.
-NEARLY_ALL = 0.9
+A_REASON = 0.2  # a reason is named if it explains at least this share of a rank's extra time
+NEARLY_ALL = 0.9  # a phase is named alone if it has at least this share of a reason's time
 # The share over the other ranks' median from which a rank's launches are said to be more, and the factor over their
 # median time from launch to launch from which its CPU is said to be slower.
 MORE_LAUNCHES, CPU_IS_SLOWER = 0.05, 1.1

@@ -14,10 +14,8 @@ from tracereader.findings.steps import WORDS
 # all). The least cost is therefore that of ops and launches only.
 EACH_CALL_US = (1.0, 7.9)
 MOST_TIMES = 3.5
-# A step on the CPU that takes this many times as long while it is recorded is much slower.
-SLOWED = 1.5
-# The share of a step on the CPU from which on it computes much with CPU tensors itself.
-COMPUTES_MUCH = 0.25
+SLOWED = 1.5  # a step on the CPU that takes this many times as long while it is recorded is much slower
+COMPUTES_MUCH = 0.25  # the share of a step on the CPU from which on it computes much with CPU tensors itself
 # Recording matters to a step that is not overhead-bound from these shares of its time on: what recording adds on the
 # CPU, and the GPU's wait for launches.
 SOME_IDLE = 0.03

@@ -24,8 +24,7 @@ from tracereader.trace.marks import DECODES
 from tracereader.trace.waits import MAY_WAIT
 
 LONGEST_NAME = 60  # of an annotation whose calls are the steps
-# Idle time of at least this share is mentioned even if it does not decide the regime.
-SOME_IDLE = 0.1
+SOME_IDLE = 0.1  # idle time of at least this share is mentioned even if it does not decide the regime
 # Share of the best CPU rate that the run measured. On two cores, a 64 x 64 product reaches 3 to 5%, beside a load 0%.
 FAR_FROM_A_ROOF = 0.05
 # Steps are alike if the longest takes less than this many times the shortest. In 174 recordings on the H200, the steps
@@ -231,8 +230,7 @@ def _costliest_op(summary: Summary) -> str:
     return f"{own[name] / step_us:.0%} of the step is self time of {name}"
 
 
-# A DataLoader's wait is what limits a step on the CPU from this share of the step on.
-MUCH_WAITING = 0.3
+MUCH_WAITING = 0.3  # a DataLoader's wait is what limits a step on the CPU from this share of the step on
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
 WAITS = re.compile(rf"{MAY_WAIT.pattern}|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
 # A cause with this share of a step's additional time explains it.
