@@ -22,6 +22,7 @@ from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 from torch import nn
 
+from tracereader.changes import equal_passes
 from tracereader.changes.equal_passes import OWN_MODEL, loops
 from tracereader.trace import read
 
@@ -116,7 +117,10 @@ def two_of_one_length(events):
     ],
 )  # fmt: skip
 def test_sequences_begin_with_their_lookups_and_have_calls_of_one_length(tmp_path, edit, grows, sequences):
-    found = priced_changes(edited(base("story_writers"), tmp_path, edit))
+    file = edited(base("story_writers"), tmp_path, edit)
+    found, trace = priced_changes(file), read(file)
+    in_turn = [len(equal_passes._in_turn(trace, step)) for step in trace.steps]
+    assert in_turn == ([sequences] * 3 if grows else [5, 5, 0])
     assert ("static_cache" in found) == grows and ("cuda_graph" in found) != grows
     one = found.get("larger_batch")
     assert one.evidence.startswith(f"each of {sequences} passes") if sequences else one is None

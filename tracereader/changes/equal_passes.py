@@ -373,7 +373,7 @@ def _in_turn(trace: Trace, step: Step) -> list[Op]:
         return []
     begins = sorted(op.start for op in looked if op.inputs.dims == looked[0].inputs.dims)
     of_each = grouped((bisect.bisect(begins, op.start), op) for op in attention_calls(step)).values()
-    return [some[0] for some in of_each] if len({len(some) for some in of_each}) == 1 else []
+    return [some[0] for some in of_each] if len({len(some) for some in of_each}) == 1 < len(of_each) else []
 
 
 def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
@@ -406,7 +406,7 @@ def _over_own_copies(trace: Trace, step: Step, begins: Sequence[int]) -> Iterato
     """Yield the loops whose passes each train a copy of the same weights, as copy.deepcopy() makes one.
 
     No model is called in most passes, though a copy may have the name of one that was freed. Nothing else computes with
-    a tensor of a weight's shape, as an update of the original would, which is copied next.
+    a tensor of a weight's shape: that could be an update of the original, of which the next copy is made.
     """
     ops = [op for op in step.outermost if op.name != "aten::detach"]
     runs = (list(run) for is_copy, run in groupby(ops, lambda op: op.name == "aten::clone") if is_copy)
