@@ -854,6 +854,14 @@ WORKS = "until = time.thread_time() + (0.005 if is_warm else 0.1)\n    while tim
 WAITS = "time.sleep(0.005 if is_warm else 0.1)"
 
 
+def test_no_time_in_which_the_thread_had_a_cpu_counts_as_waiting():
+    """Three steps of a second each had a CPU for 2.9 s. The kernel says that they waited for one second."""
+    contention = inside("contention").Contention()
+    contention._share_of_others = lambda: 1.0
+    left = contention.without_others([0.0, 1.0, 2.0, 3.0], [(0, (0.0, 0.0)), (3, (2.9, 1.0))])
+    assert sum(left) == pytest.approx(2.9) and max(left) - min(left) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "cold", "is_replaced"),
     [

@@ -46,13 +46,14 @@ class Contention:
 
         own: (number of the mark, its times()), in order, for the first mark and as many others as these were taken at.
         What was waited between two of them is left out of the longest steps there, until those are as long as the
-        others: a step is much longer if it loses its CPU. What remains is left out of all of them.
+        others: a step is much longer if it loses its CPU. What remains is left out of all of them, but no time in which
+        the thread had a CPU: the share is an estimate, and two busy programs made steps of 5 ms 4.9 ms long.
         """
         share = self._share_of_others()
         steps = [after - before for before, after in itertools.pairwise(marks)]
-        for (first, (_, before)), (last, (_, after)) in itertools.pairwise(own):
+        for (first, (had, before)), (last, (had_after, after)) in itertools.pairwise(own):
             some = steps[first:last]
-            waited = share * (after - before)
+            waited = min(share * (after - before), max(0.0, sum(some) - (had_after - had)))
             usual = statistics.median_low(some)
             for place in sorted(range(len(some)), key=some.__getitem__, reverse=True):
                 less = min(waited, max(0.0, some[place] - usual))
