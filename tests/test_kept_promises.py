@@ -41,7 +41,17 @@ def case_of(file):
 
 
 def measured_us(program, variant):
-    return sum(run["median_us"] for run in RESULTS[program][variant]["runs"]) / len(RESULTS[program][variant]["runs"])
+    return mean_us(RESULTS[program][variant]["runs"])
+
+
+def mean_us(runs):
+    return sum(run["median_us"] for run in runs) / len(runs)
+
+
+def saved(program, variant):
+    """Return the share that a variant saved of the base, or of the base of its own if it was measured later."""
+    row = RESULTS[program][variant]
+    return 1 - mean_us(row["runs"]) / mean_us(row.get("base_runs", RESULTS[program]["base"]["runs"]))
 
 
 @pytest.mark.parametrize(("program", "variant", "change"), [

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from raw_events import end, raw_steps
 from test_graph_changes import BACKWARD, in_step, launches_in
-from test_kept_promises import base, measured_us
+from test_kept_promises import base, measured_us, saved
 from test_later_workloads import case_of, edited
 from test_opportunities import priced_changes, raw_events
 
@@ -46,10 +46,6 @@ def outermost_modules(program):
     """Return the notes of modules in a step that lie in no other one."""
     notes = [e for e in second_step(program, "python_function") if e["name"].startswith("nn.Module: ")]
     return [e for e in notes if not any(one["ts"] < e["ts"] and end(e) < end(one) for one in notes)]
-
-
-def saved(program, variant):
-    return 1 - measured_us(program, variant) / measured_us(program, "base")
 
 
 def predicted_and_compared(before, change, after, within, capsys):

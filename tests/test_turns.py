@@ -7,17 +7,15 @@ graph; value_learning 9.3 and 1.2; lora_tuning 36.2, and 25.1 with TF32.
 """
 
 import copy
-import gzip
-import json
 from itertools import groupby, pairwise
-from statistics import median
 
 import pytest
 import torch
 from cpu_programs import record
 from raw_events import raw_steps, raw_work
 from test_graph_changes import in_step
-from test_kept_promises import RESULTS, base
+from test_inference_changes import ops_of
+from test_kept_promises import base, measured_us, saved
 from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 from torch import nn
@@ -25,23 +23,6 @@ from torch import nn
 from tracereader.changes import equal_passes
 from tracereader.changes.equal_passes import OWN_MODEL, loops
 from tracereader.trace import read
-
-
-def ops_of_steps(program, name):
-    """Return for each recorded step its ops of a name, in order."""
-    events = raw_events(base(program))
-    in_steps = (in_step(events, mark, "cpu_op") for mark in raw_steps(events))
-    return [sorted((e for e in ops if e["name"] == name), key=lambda e: e["ts"]) for ops in in_steps]
-
-
-def saved(program, variant):
-    """Return the share that a variant saved of the base that was measured beside it."""
-    row = RESULTS[program][variant]
-    before, after = (
-        median(run["median_us"] for run in runs)
-        for runs in (row.get("base_runs", RESULTS[program]["base"]["runs"]), row["runs"])
-    )
-    return 1 - after / before
 
 
 def promised(one):
@@ -53,7 +34,8 @@ SDPA = "aten::scaled_dot_product_attention"
 
 @pytest.mark.parametrize(("program", "op"), [("chat_service", "aten::_softmax"), ("story_writers", SDPA)])
 def test_each_sequence_with_a_cache_of_its_own_is_a_pass(program, op):
-    in_steps = [[e["args"]["Input Dims"] for e in ops] for ops in ops_of_steps(program, op)]
+    events = raw_events(base(program))
+    in_steps = [[e["args"]["Input Dims"] for e in ops_of(events, mark, op)] for mark in raw_steps(events)]
     keys = [[dims[0][3] if op == "aten::_softmax" else dims[1][2] for dims in ops] for ops in in_steps]
     for before, after in pairwise(keys):
         assert after == [number + 1 for number in before]
@@ -76,32 +58,29 @@ def test_each_sequence_with_a_cache_of_its_own_is_a_pass(program, op):
 
 def one_that_does_not_grow(events):
     """Let a call of attention in the last step have as many keys as in the step before."""
-    ops = [e for e in events if e.get("name") == SDPA]
+    last = ops_of(events, raw_steps(events)[-1], SDPA)[-1]
     for place in (1, 2):
-        max(ops, key=lambda e: e["ts"])["args"]["Input Dims"][place][2] -= 1
+        last["args"]["Input Dims"][place][2] -= 1
 
 
 def of_one_sequence(events):
     """Let a step look up one token only. Its layers have caches of several lengths."""
     for mark in raw_steps(events):
-        lookups = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::embedding"]
-        first = min(e["ts"] for e in lookups)
-        for e in lookups:
-            e["name"] = "aten::embedding" if e["ts"] < first + 300 else "aten::add"
+        _, _, *later = ops_of(events, mark, "aten::embedding")  # of the token, and of its place
+        for e in later:
+            e["name"] = "aten::add"
 
 
 def of_two_models(events):
     """Let one of the sequences be that of a model with one layer less."""
     for mark in raw_steps(events):
-        min((e for e in in_step(events, mark, "cpu_op") if e["name"] == SDPA), key=lambda e: e["ts"])["name"] = (
-            "a_layer"
-        )
+        ops_of(events, mark, SDPA)[0]["name"] = "a_layer"
 
 
 def two_of_one_length(events):
     """Let the first two sequences have as many keys."""
     for mark in raw_steps(events):
-        ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == SDPA]
+        ops = ops_of(events, mark, SDPA)
         first, second, *_ = sorted({e["args"]["Input Dims"][1][2] for e in ops})
         for e in ops:
             for place in (1, 2):
@@ -159,7 +138,7 @@ def an_update_of_the_original(events):
 def copies_of_other_models(events):
     """Let each copy have a weight of another size."""
     for mark in raw_steps(events):
-        clones = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::clone"]
+        clones = ops_of(events, mark, "aten::clone")
         for number, e in enumerate(e for e in clones if e["args"]["Input Dims"][0] == [256, 1]):
             e["args"]["Input Dims"][0] = [257 + number, 1]
 
@@ -237,13 +216,9 @@ def test_a_step_with_several_updates_is_captured_as_a_whole(program):
 def test_products_in_fp32_are_named_although_the_cpu_limits_the_recorded_step():
     """A step of 36.6 ms without the profiler, in which the GPU is busy for 31 ms, took 25 ms with TF32."""
     events = raw_events(base("lora_tuning"))
-    kernels = [
-        e for e in raw_work(events, raw_steps(events)[1]) if "f32f32_f32f32" in e["name"] or "sgemm" in e["name"]
-    ]
-    share = (
-        sum(e["dur"] for e in kernels)
-        / json.loads(gzip.decompress(base("lora_tuning").read_bytes()))["unprofiled_step_us"]
-    )
+    work = raw_work(events, raw_steps(events)[1])
+    in_fp32_us = sum(e["dur"] for e in work if "f32f32_f32f32" in e["name"] or "sgemm" in e["name"])
+    share = in_fp32_us / measured_us("lora_tuning", "base")
     one = priced_changes(base("lora_tuning"))["tf32"]
     low, high = one.estimated_savings
     assert low <= saved("lora_tuning", "tf32") <= high < share + 0.02

@@ -68,7 +68,7 @@ LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
 NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
-# What may follow a lookup: what averages it and its marks. aten::to converts to float with these numbers of types.
+# What may follow a lookup: what averages it and its marks, and conversions to the types of these numbers, all floats.
 POOLS = re.compile(r"aten::(sum|mean|mul|div|ne|clamp|arange)$").match
 TO_FLOATS = [("aten::to", [number]) for number in ("5", "6", "7", "15")]
 FEW = 3  # such as the texts of a triplet. More calls may be steps that pass a state on
@@ -303,10 +303,13 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
 
 def _over_tables(step: Step) -> Iterator[Loop]:
     """Yield the lookups of embeddings of one width, as those of columns are, with only pooling between them."""
-    pools = {id(op) for op in step.outermost if POOLS(op.name) or (op.name, op.inputs.concrete[1:2]) in TO_FLOATS}
-    ops = (op for op in step.outermost if id(op) not in pools and op.name not in VIEWS)
+    others = (
+        op
+        for op in step.outermost
+        if not (op.name in VIEWS or POOLS(op.name) or (op.name, op.inputs.concrete[1:2]) in TO_FLOATS)
+    )
     for key, some in groupby(
-        ops, lambda op: op.name in LOOKS_UP and (op.name, op.track, *(op.inputs.dims_at(0) or [])[1:])
+        others, lambda op: op.name in LOOKS_UP and (op.name, op.track, *(op.inputs.dims_at(0) or [])[1:])
     ):
         if key and key[2:]:
             yield from _loop(list(some), TABLES, ALL_PARTS)

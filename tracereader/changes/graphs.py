@@ -81,7 +81,7 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 TORCHS_STEPS = (ZEROES, *(f"{OPTIMIZER}{name}.step" for name in TORCHS_OPTIMIZERS if name != "Muon"))
 COUNTS_NO_STEPS = "SGD"  # has no argument capturable
-CONSTANT = "if no number of Python that it uses changes, such as a learning rate"
+IF_CONSTANT = "if no number of Python that it uses changes, such as a learning rate"
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -219,7 +219,7 @@ def _whole_step(optimizers: Sequence[OptimizerCost]) -> str:
     """Return how a graph holds a whole training step."""
     capturable = ", with capturable=True in the optimizer" * any(one.name != COUNTS_NO_STEPS for one in optimizers)
     step = "forward, backward and the optimizer's step" if optimizers else "the whole step"
-    return f"torch.cuda.graph around {step}{capturable}, {CONSTANT}"
+    return f"torch.cuda.graph around {step}{capturable}, {IF_CONSTANT}"
 
 
 def _graphs_of_the_same_model(case: Case) -> Proposal | None:

@@ -125,11 +125,10 @@ def priced(
         return None
     before, graph = proposal.graph.recorded_us, proposal.graph
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
-    scale = before / graph.replayed_us
-    after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
-    if round(after - before, 3) > 0:
+    after = max(before * (graph.step_us() / graph.replayed_us) / proposal.shared, proposal.least_us)
+    if after > before:
         estimates = ()  # such a change is not shown: see is_worth_showing()
-    replayed = 1 / scale
+    replayed = graph.replayed_us / before
     uncertain = f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time"
     uncertain *= abs(replayed - 1) > TOLERANCE
     ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
@@ -190,7 +189,7 @@ def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
     most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
-    return max(one.share, most) > least and round(one.saves_us, 3) >= 0
+    return max(one.share, most) > least and one.saves_us >= 0
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
