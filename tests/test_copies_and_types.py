@@ -1,8 +1,7 @@
-"""Copies of many tensors, offloaded activations, float64, and waits of torch's own. The traces are of an H100.
+"""Offloaded activations, float64, and waits of torch's own. The traces are of an H100.
 
 Without the profiler the steps took: precision/images 12.0 ms in float64 and 1.8 to 2.1 in float32; precision/products
-6.5 to 6.8, 5.3 in float32 and 1.3 with TF32; copies (40 tensors) 2.5 to 3.2 from pageable memory and 1.7 to 2.0 as one
-tensor, 1.8 from pinned memory and 1.3 to 1.4 as one; offloaded 14.4 to 14.8 and 1.6 to 2.1 without save_on_cpu;
+6.5 to 6.8, 5.3 in float32 and 1.3 with TF32; offloaded 14.4 to 14.8 and 1.6 to 2.1 without save_on_cpu;
 solvers/cholesky 5.0 to 5.1 and 3.5 with cholesky_ex; three_dimensions/three 15.4 and 4.1 to 4.5 with four;
 strides/transposed 7.8 and 3.5 contiguous, 3.9 compiled.
 """
@@ -10,7 +9,7 @@ strides/transposed 7.8 and 3.5 contiguous, 3.9 compiled.
 import re
 
 import pytest
-from raw_events import end, raw_work
+from raw_events import raw_work
 from test_later_workloads import edited, ms
 from test_loops import file_of, predicted_and_compared, typical_step
 from test_opportunities import priced_changes, raw_events
@@ -27,8 +26,6 @@ def in_float64(work):
 
 @pytest.mark.parametrize(("before", "change", "after", "within"), [
     ("precision/images", "single_precision", "precision/images_float32", (0.7, 1.3)),
-    ("copies/pageable", "one_copy", "copies/pageable_one", (0.8, 1.3)),
-    ("copies/pinned", "one_copy", "copies/pinned_one", (0.8, 1.3)),
     ("solvers/cholesky", "remove_sync", "solvers/cholesky_ex", (0.8, 1.3)),
     ("three_dimensions/three", "fused_attention", "three_dimensions/four", (1.0, 1.5)),
 ])  # fmt: skip
@@ -94,54 +91,6 @@ def test_triangular_systems_are_not_promised_the_peak():
     solving = sum(e["dur"] for e in work if re.search("trs[mv]_", e["name"]))
     evidence = priced_changes(file_of("solvers/cholesky_ex"))["single_precision"].evidence
     assert solving < 1e3 * ms(re.search(r"in float32 about ([\d.]+ \w+)", evidence)[1])
-
-
-def host_to_device(name):
-    return [e for e in raw_work(*typical_step(name)) if "HtoD" in e["name"]]
-
-
-@pytest.mark.parametrize("name", ["copies/pageable", "copies/pinned"])
-def test_many_small_copies_in_a_row_are_copied_as_one(name):
-    events, _ = typical_step(name)
-    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") == "cuda_runtime"}
-    copies = host_to_device(name)
-    calls = [launches[e["args"]["correlation"]] for e in copies]
-    ops = [e for e in events if e.get("name") == "aten::to" and any(e["ts"] <= c["ts"] < end(e) for c in calls)]
-    took = max(map(end, ops)) - min(e["ts"] for e in ops)
-    one = priced_changes(file_of(name))["one_copy"]
-    assert len(ops) == len(copies) == 40
-    bytes_each = sum(e["args"]["bytes"] for e in copies) / 40
-    assert one.evidence.startswith(f"40 copies in a row to the GPU, of {bytes_each / 1e3:.1f} kB on average: ")
-    assert ms(one.evidence.split(": ")[1].removesuffix(" of CPU time")) == pytest.approx(took / 1e3, rel=0.03)
-    assert 0 < one.saves_us < took
-
-
-def larger(events):
-    for e in events:
-        if "HtoD" in e["name"]:
-            e["args"]["bytes"] = 2 << 20
-
-
-def a_kernel_between(events):
-    """Let every fifth copy be a kernel."""
-    for e in [e for e in events if "HtoD" in e["name"]][::5]:
-        e["cat"], e["name"] = "kernel", "some_kernel"
-
-
-def inside_the_gpu(events):
-    for e in events:
-        if "HtoD" in e["name"]:
-            e["name"] = e["name"].replace("HtoD", "DtoD")
-
-
-@pytest.mark.parametrize("edit", [larger, a_kernel_between, inside_the_gpu])
-def test_large_copies_and_copies_with_other_work_between_stay(tmp_path, edit):
-    assert "one_copy" not in priced_changes(edited(file_of("copies/pinned"), tmp_path, edit))
-
-
-def test_one_copy_is_no_reason():
-    for name in ("copies/pageable_one", "copies/pinned_one"):
-        assert "one_copy" not in priced_changes(file_of(name))
 
 
 def test_copies_of_activations_are_neither_results_nor_waits_for_a_value():

@@ -538,7 +538,7 @@ PROGRAMS = {
                        "compile": "fuse_pointwise"},
     molecules: {"workers": "data_loader", "batches_kept": "", "fused": "fused_optimizer",
                 "no_item": "remove_sync"},
-    click_prediction: {"pinned": "overlap_copies", "one_copy": "one_copy", "sgd": "", "compile": "fuse_pointwise"},
+    click_prediction: {"pinned": "overlap_copies", "one_copy": "", "sgd": "", "compile": "fuse_pointwise"},
     game_player: {"no_grad": "no_autograd", "unvalidated": "remove_sync", "graph": "cuda_graph",
                   "compile": "fuse_pointwise"},
     soft_actor_critic: {"buffer_on_gpu": "python", "fused": "fused_optimizer", "no_item": "remove_sync"},

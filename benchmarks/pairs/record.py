@@ -38,7 +38,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODULES = (
     "vision", "language", "other", "loops", "kinds", "users", "research", "products", "several_inputs", "everyday",
-    "services", "teams", "trades", "turns",
+    "services", "teams", "trades", "turns", "institutions", "measurements",
 )  # fmt: skip
 # Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
 TIERS = (
@@ -141,7 +141,7 @@ def _programs(flags):
             name = make.__name__
             rows = {change: (one, 1) if isinstance(one, str) else one for change, one in changes.items()}
             if flags.compile == "none" or (flags.compile == "few" and name not in FEW_COMPILED):
-                rows.pop("compile", None)
+                rows = {change: one for change, one in rows.items() if not change.startswith("compile")}
             found[name] = (module, {"base": ("", 1), **rows})
     order = " ".join(TIERS).split()
     return {name: found[name] for name in sorted(found, key=lambda name: order.index(name) if name in order else 99)}

@@ -1,4 +1,4 @@
-"""Changes of copies and memory: copies ahead, many copies in one, activations that are not recomputed."""
+"""Changes of copies and memory: copies ahead, and activations that are not recomputed."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,37 +7,31 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.figures.gpu_work import GpuWork, launch_args
-from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_nodes
 from tracereader.figures.training import recomputed_ops
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, size
 from tracereader.replay.changes import (
     overlapped,
-    with_cpu_time,
     with_durations,
     without_cpu_time,
     without_ops,
     without_waits,
-    without_work,
 )
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
 from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import COPIES_INPUTS
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
-from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, same_products, us_of
+from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, us_of
 from tracereader.two_runs.side import Side
 
 WAITS_LONGER = 2  # times as long as the copies: from there on, the wait in their calls is what is saved
 # CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
 # so the time that it costs is the CPU's wait for it (remove_sync).
 STAGED_BYTES = 64 * 1024
-# From this many copies in a row on, one copy is proposed. Copies of more than 1 MB do not count: from pinned memory,
-# they take 21 µs or more, about as long as their launch.
-MANY_COPIES, SMALL_BYTES = 8, 1 << 20
 
 
 def _no_new_heavy_work(before: Side, after: Side) -> bool:
@@ -177,64 +171,6 @@ def _waiting_with(copies: Iterable[Op]) -> list[Op]:
         if (op := first.parent) is not None and op.kind == "op":
             found |= {id(one): one for one in op.children if one.start > first.start and is_wait(one)}
     return list(found.values())
-
-
-def _follows_one_copy(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU in at most half as many copies, and the number of products is the same."""
-    was, now = (sum("HtoD" in one.name for one in side.summary.gpu_work) for side in (before, after))
-    same = _copied_bytes(before, "HtoD") == _copied_bytes(after, "HtoD")
-    return 0 < now <= LEFT * was and same and same_products(before, after)
-
-
-@change("copy the batch as one tensor", "another process puts the tensors into one", followed=_follows_one_copy)
-def one_copy(case: Case) -> Proposal | None:
-    """Return a proposal to copy many small tensors of a batch as one, and to split it on the GPU."""
-    if sum("HtoD" in work.name for work in case.step.work) < MANY_COPIES:
-        return None
-    found, typical = case.in_each_step(_small_copies_in_a_row)
-    if not typical:
-        return None
-    spans, added, others, times = [], [], [], {}
-    for run in (run for runs in found for run in runs):
-        track, end = run[0].track, run[0].end
-        spans.append((track, end, run[-1].end))
-        first, *more = [one for op in run for one in op.work_below()]
-        total = sum(map(_bytes, (first, *more)))
-        pageable = "Pageable" in first.name
-        times[first] = max(first.us, total / (prices.PAGEABLE_GB_S if pageable else prices.PINNED_GB_S) / 1e3)
-        others += more
-        # A copy from pageable memory takes the CPU as long. A call that waits does so in the replay, too.
-        waits = any(map(is_wait, run[0].walk()))
-        added.append(
-            (track, end, case.launch_us * len(run) + (times[first] - first.us if pageable and not waits else 0.0))
-        )
-    copies = [one for run in typical for op in run for one in op.work_below()]
-    us = sum(run[-1].end - run[0].start for run in typical) / 1e3
-    return Proposal(
-        without_work(with_cpu_time(without_cpu_time(with_durations(case.graph, times), spans), added), others),
-        f"{len(copies):,} copies in a row to the GPU, of {size(sum(map(_bytes, copies)) / len(copies))} on average: "
-        f"{duration(us)} of CPU time",
-        "concatenate those of one type in the DataLoader's collate_fn, copy the result, and split it on the GPU",
-        assumed=True,
-    )
-
-
-def _bytes(copy: Work) -> int:
-    return launch_args(copy).bytes or 0
-
-
-def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
-    """Return runs of outermost ops that each copy a small tensor to the GPU, with nothing but Python between them."""
-    runs: list[list[Op]] = [[]]
-    for op in step.outermost:
-        work = list(op.work_below())
-        small = work and all("HtoD" in one.name and 0 < _bytes(one) <= SMALL_BYTES for one in work)
-        before = runs[-1][-1] if runs[-1] else op
-        if not small or op.track != before.track or op.start - before.end > PAUSE_US * 1e3:
-            runs.append([])
-        if small:
-            runs[-1].append(op)
-    return [run for run in runs if len(run) >= MANY_COPIES]
 
 
 @change(

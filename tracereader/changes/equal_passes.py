@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from statistics import median_high
 
 import msgspec
@@ -32,7 +33,7 @@ from tracereader.replay.changes import with_cpu_time, with_durations, without_cp
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import union
-from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
+from tracereader.trace.labels import GIVES_GRADIENT, LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
@@ -61,6 +62,7 @@ HOW = {
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
+ADDS = ("aten::add", "aten::add_")
 IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
@@ -272,7 +274,7 @@ def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
     kept: list[Loop] = []
     # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
-    for loop in sorted(all_loops(trace, step), key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts)):
+    for loop in sorted(all_loops(trace, step), key=lambda one: (-len(one.starts), one.what not in HOW, one.starts)):
         if not any(map(loop.overlaps, kept)):
             kept.append(loop)
     return sorted(kept, key=lambda one: one.starts)
@@ -281,8 +283,8 @@ def loops(trace: Trace, step: Step) -> list[Loop]:
 def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     """Yield the loops that take one part of a tensor after the other.
 
-    The parts are those of the first dimension, as samples are. Where each pass has a backward of its own, other ones
-    count, too.
+    The parts are those of the first dimension, as samples are. Other ones, such as times, count if each pass has a
+    backward of its own, or if backward shows that none takes another one's result.
     """
     begins = [op.start for op in backward_begins(trace, step)]
     taken: dict[tuple, list[tuple[int, Op]]] = defaultdict(list)
@@ -291,14 +293,50 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
         if place is not None and (op.parent is None or op.parent.kind != "op") and not in_backward(op):
             taken[op.track, op.name, dim, tuple(op.inputs.dims[0])].append((place, op))
     for (_, name, dim, dims), calls in taken.items():
+        what = f"computes with one of the {dims[dim]:,} parts of a tensor"
         for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            if dim == 0 or (begins and own):
-                if name == COMPARES:
-                    yield from _loop(run, "computes with what equals one of several values")
-                else:
-                    least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
-                    yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
+            least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
+            if name == COMPARES:
+                yield from _loop(run, "computes with what equals one of several values")
+            elif dim == 0 or (begins and own):
+                yield from _loop(run, what, least)
+            elif begins and len(run) >= least:
+                for some in _apart_in_backward(trace, step, run):
+                    yield from _loop(some, what, least)
+
+
+def _apart_in_backward(trace: Trace, step: Step, run: Sequence[Op]) -> Iterator[list[Op]]:
+    """Yield the passes in a row that call the same ops, and backward, too, so that none gives another one its result.
+
+    A state's gradient would be added to another gradient in all passes but the first or the last one, or the first one
+    would need none. Gradients of weights, and of the whole tensor, are added in all passes but the last one, whose
+    backward comes first.
+    """
+    ops = [op for op in step.outermost if op.track == run[0].track and op.start >= run[0].start]
+    places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
+    names = [tuple(op.name for op in ops[one:two]) for one, two in pairwise([*places, 2 * places[-1] - places[-2]])]
+    shared = {str(op.inputs.dims[:1]) for op in (*step.named(GIVES_GRADIENT.__eq__), run[0])}
+    nodes = _by_forward(trace, step)
+    for of_pass, some in groupby(zip(names, run, places, strict=True), key=itemgetter(0)):
+        passes, computed, kept = list(some), [], []
+        for _, first, place in passes:
+            end = ops[place + len(of_pass)].start if place + len(of_pass) < len(ops) else step.end
+            inside = slice(*(bisect.bisect_left(nodes, time, key=itemgetter(0)) for time in (first.start, end)))
+            below = [op for _, node in nodes[inside] for op in node.walk() if op.kind == "op"]
+            own = [op for op in below if op.name not in ADDS or str(op.inputs.dims[:1]) not in shared]
+            computed.append(Counter(op.name for op in below))
+            kept.append(Counter(op.name for op in own))
+        alike = all(one == kept[0] for one in kept) and all(one == computed[0] for one in computed[:-1])
+        if alike and kept[0] and any(_computes(step, op) for op in ops[passes[0][2] :][: len(of_pass)]):
+            yield [first for _, first, _ in passes]
+
+
+@kept_by_step
+def _by_forward(trace: Trace, step: Step) -> list[tuple[int, Op]]:
+    """Return the start (ns) of each node's forward in this step, and the node, in this order."""
+    pairs = ((begun, node) for node in backward_nodes(step) for _, begun in forwards_of(trace, node))
+    return sorted((pair for pair in pairs if pair[0] >= step.start), key=itemgetter(0))
 
 
 def _over_tables(step: Step) -> Iterator[Loop]:

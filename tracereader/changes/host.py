@@ -96,9 +96,12 @@ def on_launching_threads(case: Case, found: Sequence[Sequence[Stretch]]) -> list
 
 
 def waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
-    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
+    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those.
+
+    Copies to the CPU do not count as launches, because a program reads several losses in turn.
+    """
     for step in steps:
-        last = max([one.launch.start for one in step.work if one.launch], default=0)
+        last = max([one.launch.start for one in step.work if one.launch and "DtoH" not in one.name], default=0)
         yield from (op for op in host(step).waits if op.start < last and not copies_input(case, op))
 
 

@@ -151,7 +151,7 @@ def priced(
         most = priced(name, title, best, unprofiled, estimates)
         spread = [*(spread or [1 - (without or after) / most.times_us[0]]), *(most.replayed_savings or [most.share])]
         without = unprofiled and unprofiled.step_us * (1 - (min(spread) + max(spread)) / 2)
-        after = (after + most.step_us_after) / 2
+        after = (min(after, before) + most.step_us_after) / 2  # the program need not be made slower
     return Opportunity(
         change=name,
         title=proposal.title or title,
@@ -186,10 +186,15 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 
 
 def is_worth_showing(one: Opportunity) -> bool:
-    """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
+    """Return whether a change saves enough. A change that makes the recorded step longer is not shown.
+
+    If the step without the profiler is known, that is a step longer by as much as is not worth showing.
+    """
     most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
-    return max(one.share, most) > least and one.saves_us >= 0
+    return max(one.share, most) > least and one.saves_us >= (
+        -WORTH_SHOWING * one.step_us if one.knows_unprofiled else 0
+    )
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:

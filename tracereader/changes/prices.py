@@ -62,8 +62,8 @@ BACKWARD_FLOPS = 2.5
 # for a batch norm, 3.8 for its backward (ResNet-50, ResNet-152), 1.8 to 4.3 for a layer norm's backward.
 BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
 
-# GB/s of copies between the CPU and an H200, from and to pageable and pinned memory: 8 and 55.
-PAGEABLE_GB_S, PINNED_GB_S = 8, 50
+# GB/s of copies between the CPU and an H200, from and to pinned memory: 55.
+PINNED_GB_S = 50
 # The share of a lookup in torch.compile's cache that is left with skip_guard_eval_unsafe: 0.14 to 0.24.
 GUARDS_LEFT = 0.2
 # The share of a loop's time that a fused optimizer takes on a CPU: 0.16 to 0.41, SGD 0.27 to 0.77 (50 to 300

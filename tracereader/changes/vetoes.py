@@ -20,6 +20,11 @@ def has_ffts(case: Case) -> bool:
     return case.has(lambda name: name.startswith(FFTS))
 
 
+def has_convolutions_of_volumes(case: Case) -> bool:
+    """Return whether the typical step convolves volumes, such as clips of a video."""
+    return any(len(op.inputs.dims_at(0) or ()) == 5 for op in case.step.named("aten::convolution".__eq__))
+
+
 def has_batch_norms_of_volumes(case: Case) -> bool:
     """Return whether the typical step normalizes volumes over the batch, for which compiled code may be far slower.
 
@@ -52,6 +57,8 @@ VETOES = (
          "a language model with an LSTM took 12.9 ms compiled instead of 10.7"),
     Veto("channels_last", lambda case: bool(case.step.named(NEED_CONTIGUOUS.__contains__)),
          "a U-Net with group norms took 7.9 ms instead of 5.8, one of volumes 50.6 instead of 42.3"),
+    Veto("half_precision", lambda case: not case.trace.trains and has_convolutions_of_volumes(case),
+         "a network for videos took 4.9 ms in bf16 instead of 3.7"),
     Veto("cuda_graph", lambda case: case.growing_keys is not None, "a graph is of one number of keys: static_cache"),
     Veto("cuda_graph", lambda case: case.recomputed_tokens is not None, "each pass has one token more: static_cache"),
     Veto("cuda_graph", lambda case: bool(case.in_flex), "each call copies from pageable memory: compile_flex"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tracereader.trace import Op, Step, kernel_names
+from tracereader.trace import Op, Step, kernel_names, start_of
 from tracereader.trace.facts import AttentionFacts
 from tracereader.trace.op_names import BATCHED, MATMULS, SDPA, SOFTMAX
 from tracereader.trace.types import Inputs
@@ -87,16 +87,18 @@ def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | 
 def attention_calls(step: Step) -> list[Op]:
     """Return the step's calls of attention: those of scaled_dot_product_attention, or of the backends without these.
 
-    Its fallback, for a mask with a gradient, for example, is no op of ATTENTION. Without any of them these are the
-    softmaxes of attention that is written by hand, between batched products: (batch, heads, queries, keys).
+    Its fallback, for a mask with a gradient, for example, is no op of ATTENTION. Attention that is written by hand
+    counts, too, by its softmaxes between batched products: (batch, heads, queries, keys).
     """
     calls = step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__)
-    near = () if calls else step.named((*MATMULS, SOFTMAX).__contains__)
-    return calls or [
+    fused = set(map(id, calls))
+    near = [op for op in step.named((*MATMULS, SOFTMAX).__contains__) if fused.isdisjoint(map(id, op.above()))]
+    by_hand = (
         op
         for one, op, two in zip(near, near[1:], near[2:], strict=False)
         if op.name == SOFTMAX and {one.name, two.name} <= {*BATCHED} and len(op.inputs.dims_at(0) or ()) == 4
-    ]
+    )
+    return sorted([*calls, *by_hand], key=start_of)
 
 
 def queries_and_keys(op: Op) -> tuple[int, int] | None:
@@ -127,12 +129,15 @@ class Pass(NamedTuple):
 def passes(steps: Iterable[Step]) -> list[Pass]:
     """Return the passes through a model by their calls of self-attention, which have as many queries as keys.
 
-    A pass ends where the number of tokens changes. No passes if any call has other numbers of queries than of keys, or
-    if its shapes were not recorded.
+    A pass ends where the number of tokens changes. A decoder's attention to its encoder, always with as many keys, is
+    left out, and so is the encoder's. No passes if any other call has other numbers of queries than of keys, or if its
+    shapes were not recorded.
     """
     calls = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
-    if any(sizes is None or sizes[0] != sizes[1] for _, sizes in calls):
+    encoded = {sizes and sizes[1] for _, sizes in calls if sizes is None or sizes[0] != sizes[1]}
+    if None in encoded or len(encoded) > 1:
         return []
+    calls = [(op, sizes) for op, sizes in calls if sizes[1] not in encoded]
     alike = groupby(calls, key=lambda call: (call[1][0], call[0].inputs.dims[0][0]))
     return [Pass(tokens, batch, [op for op, _ in some]) for (tokens, batch), some in alike]
 
@@ -148,7 +153,7 @@ def recomputed_tokens(some: Sequence[Pass]) -> tuple[int, int] | None:
     if len(some) < MANY_PASSES or len({one.batch for one in some}) > 1 or len(each) > 1:
         return None
     grows = all(after == before + 1 or after <= first < before for before, after in pairwise(tokens))
-    return (min(tokens), max(tokens)) if grows and min(tokens) > 1 else None
+    return (min(tokens), max(tokens)) if grows else None
 
 
 def keys_grow_in_place(steps: Sequence[Step]) -> bool:

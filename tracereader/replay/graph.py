@@ -253,9 +253,10 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
             return None
         before, lag, wait, wait_lag = (list(getattr(self, name)) for name in ("before", "lag", "wait", "wait_lag"))
         for nodes in self.streams.values():
-            place = bisect.bisect_right(nodes, step.start)  # after activities of earlier steps
-            if place < len(nodes):
-                before[nodes[place]], lag[nodes[place]] = step.start, ends[nodes[-1]] - period + self.gap_ns - start
+            after = nodes[bisect.bisect_right(nodes, step.start) :]  # without activities of earlier steps
+            for some in ([node for node in after if (node in self.aside) is moved] for moved in (False, True)):
+                if some:
+                    before[some[0]], lag[some[0]] = step.start, ends[some[-1]] - period + self.gap_ns - start
         for node in waits:  # for the work of earlier steps
             wait[node], wait_lag[node] = step.start, latest - start
         return replace(self, before=before, lag=lag, wait=wait, wait_lag=wait_lag).ends()
