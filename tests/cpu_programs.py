@@ -249,6 +249,123 @@ def tables(weak):
     return step
 
 
+def image_encoder():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+
+
+def over_times(passes, more=()):
+    """Return a step that trains an encoder with a loop over the times of a video."""
+    encoder, video = image_encoder(), torch.randn(4, 12, 3, 8, 8)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *more], 0.01, foreach=True)
+
+    def step():
+        update(optimizer, passes(encoder, video).square().mean())
+
+    return step
+
+
+def times():
+    """Each time is encoded by itself."""
+    return over_times(lambda encoder, video: torch.stack([encoder(video[:, time]) for time in range(12)]))
+
+
+def times_with_layers():
+    """Each time goes through linear layers, whose gradients are added in two ways."""
+    model, x = mlp(32, 64, 32), torch.randn(16, 12, 32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+
+    def step():
+        update(optimizer, torch.stack([model(x[:, time]) for time in range(12)]).square().mean())
+
+    return step
+
+
+def last_result_detached():
+    """Each time is changed by what was found in the one before, through which no gradient goes."""
+
+    def passes(encoder, video):
+        found, before = [], torch.zeros(4, 3, 8, 8)
+        for time in range(12):
+            found.append(encoder(video[:, time] + before))
+            before = found[-1].detach()[:, :3]
+        return torch.stack(found)
+
+    return over_times(passes)
+
+
+def last_result_picked():
+    """Each time is changed by a row of a table, which what was found in the one before picks."""
+    table = torch.randn(8, 3, 1, 1)
+
+    def passes(encoder, video):
+        found, row = [], torch.zeros(4, dtype=torch.long)
+        for time in range(12):
+            found.append(encoder(video[:, time] + table[row]))
+            row = found[-1].mean((2, 3)).argmax(1)
+        return torch.stack(found)
+
+    return over_times(passes)
+
+
+def last_result_without_gradients():
+    """Each time is changed by what an encoder of the one before found, which is computed without autograd."""
+    mixes = torch.randn(3, 8)
+
+    def passes(encoder, video):
+        found, shift = [], torch.zeros(4, 3, 1, 1)
+        for time in range(12):
+            found.append(encoder(video[:, time] + shift))
+            with torch.no_grad():
+                shift = (encoder(video[:, time] + shift).mean((2, 3)) @ mixes.T)[..., None, None]
+        return torch.stack(found)
+
+    return over_times(passes)
+
+
+def state_of_an_encoder():
+    """The state begins with the features of all images, and only the last state is used."""
+    begin = image_encoder()
+    more = [nn.Parameter(torch.randn(8, 8) * 0.1), *begin.parameters()]
+
+    def passes(encoder, video):
+        state = begin(video.mean(1))
+        for time in range(12):
+            state = encoder(video[:, time]) + (more[0] @ state.flatten(2)).view_as(state).relu()
+        return state
+
+    return over_times(passes, more)
+
+
+def own_layers():
+    """Each layer of a network takes a part of the condition, and what the layer before found."""
+    layers, begin = nn.ModuleList(nn.Linear(32, 32) for _ in range(6)), nn.Parameter(torch.randn(8, 32))
+    condition = torch.randn(8, 6, 32)
+    optimizer = torch.optim.SGD([*layers.parameters(), begin], 0.01, foreach=True)
+
+    def step():
+        h = begin
+        for place, layer in enumerate(layers):
+            h = layer(h + condition[:, place]).relu()
+        update(optimizer, h.square().mean())
+
+    return step
+
+
+def leaky():
+    """A state decays before the part of a time is added to it, so that the last pass looks different."""
+    into, x = nn.Linear(16, 32), torch.randn(8, 12, 16)
+    optimizer = torch.optim.SGD(into.parameters(), 0.01, foreach=True)
+
+    def step():
+        z, state, states = into(x), torch.zeros(8, 32), []
+        for time in range(12):
+            state = 0.9 * state + 0.1 * z[:, time]
+            states.append(state)
+        update(optimizer, torch.stack(states).square().mean())
+
+    return step
+
+
 def parts(tensor, dim, weak):
     return [tensor.select(dim, place) for place in range(tensor.shape[dim])] if weak else tensor.unbind(dim)
 
@@ -365,6 +482,11 @@ PROGRAMS = {
     ),
     "module_calls": ((), (refinement, two_views, shared_words)),
     "equal_passes": ((sample_loop, tables), ()),
+    "parts_in_training": (
+        (),
+        (times, times_with_layers, last_result_detached, last_result_picked, last_result_without_gradients,
+         state_of_an_encoder, own_layers, leaky),
+    ),
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
 }  # fmt: skip

@@ -749,3 +749,20 @@ def test_cpu_time_that_two_changes_remove_is_removed_once():
     assert without_cpu_time(once, spans).step_us() == once.step_us()
     inner = spans_of(child for op in ops for child in op.children)
     assert without_cpu_time(without_cpu_time(graph, inner), spans).step_us() == pytest.approx(once.step_us(), abs=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.3])
+def test_copies_ahead_leave_a_step_at_least_as_long_as_the_gpu_is_busy(factor):
+    """Only one step of this trace is replayed. With the copies of its batch on a stream of their own, the step after it
+    begins when this one's other work has ended."""
+    file = ROOT / "benchmarks/pairs/photo_captions/base.json.gz"
+    with gzip.open(file) as opened:
+        events = json.load(opened)["traceEvents"]
+    trace = read(file)
+    (step,) = [one for one in trace.steps if one.name == max(mark["name"] for mark in raw_steps(events))]
+    graph = graph_of(trace, step, step.us)
+    work = raw_work(events, next(mark for mark in raw_steps(events) if mark["name"] == step.name))
+    busy = sum(e["dur"] for e in work if "HtoD" not in e["name"])
+    copies = [one for one in step.work if "HtoD" in one.name]
+    assert len(graph.steps) == 1 and len(copies) == 2
+    assert busy <= with_cpu_speed(overlapped(graph, copies), factor).step_us() < 1.1 * busy

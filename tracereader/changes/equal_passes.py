@@ -63,6 +63,9 @@ HOW = {
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
 ADDS = ("aten::add", "aten::add_")
+HANDS_ON = re.compile(
+    r"aten::(detach\w*|(add|sub|mul|div|copy|lerp|addc\w+|index\w*|masked\w+|scatter\w*|fill|zero)_)$"
+).match
 IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
@@ -274,7 +277,7 @@ def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
     kept: list[Loop] = []
     # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
-    for loop in sorted(all_loops(trace, step), key=lambda one: (-len(one.starts), one.what not in HOW, one.starts)):
+    for loop in sorted(all_loops(trace, step), key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts)):
         if not any(map(loop.overlaps, kept)):
             kept.append(loop)
     return sorted(kept, key=lambda one: one.starts)
@@ -293,43 +296,47 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
         if place is not None and (op.parent is None or op.parent.kind != "op") and not in_backward(op):
             taken[op.track, op.name, dim, tuple(op.inputs.dims[0])].append((place, op))
     for (_, name, dim, dims), calls in taken.items():
-        what = f"computes with one of the {dims[dim]:,} parts of a tensor"
         for run in _taken_in_turn(calls):
             own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            least = ALL_PARTS if len(run) == dims[dim] else MANY_PASSES
-            if name == COMPARES:
-                yield from _loop(run, "computes with what equals one of several values")
-            elif dim == 0 or (begins and own):
-                yield from _loop(run, what, least)
-            elif begins and len(run) >= least:
-                for some in _apart_in_backward(trace, step, run):
-                    yield from _loop(some, what, least)
+            all_parts = len(run) == dims[dim] >= ALL_PARTS
+            if dim == 0 or (begins and (own or (all_parts and _apart_in_backward(trace, step, run)))):
+                if name == COMPARES:
+                    yield from _loop(run, "computes with what equals one of several values")
+                else:
+                    least = ALL_PARTS if all_parts else MANY_PASSES
+                    yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
 
 
-def _apart_in_backward(trace: Trace, step: Step, run: Sequence[Op]) -> Iterator[list[Op]]:
-    """Yield the passes in a row that call the same ops, and backward, too, so that none gives another one its result.
+def _apart_in_backward(trace: Trace, step: Step, run: Sequence[Op]) -> bool:
+    """Return whether backward computes as much for each pass, with the same weights.
 
-    A state's gradient would be added to another gradient in all passes but the first or the last one, or the first one
-    would need none. Gradients of weights, and of the whole tensor, are added in all passes but the last one, whose
+    Such a pass gives no other one its result. A state's gradient would be added to another one in all passes but the
+    first or the last, or the first pass would need none, unless the state begins with something that needs gradients
+    and is computed before. What a pass hands on without a gradient is detached, picked, written in place, or comes
+    from a layer without a backward. Only gradients of weights are added in all passes but the last one, whose
     backward comes first.
     """
-    ops = [op for op in step.outermost if op.track == run[0].track and op.start >= run[0].start]
-    places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
-    names = [tuple(op.name for op in ops[one:two]) for one, two in pairwise([*places, 2 * places[-1] - places[-2]])]
-    shared = {str(op.inputs.dims[:1]) for op in (*step.named(GIVES_GRADIENT.__eq__), run[0])}
     nodes = _by_forward(trace, step)
-    for of_pass, some in groupby(zip(names, run, places, strict=True), key=itemgetter(0)):
-        passes, computed, kept = list(some), [], []
-        for _, first, place in passes:
-            end = ops[place + len(of_pass)].start if place + len(of_pass) < len(ops) else step.end
-            inside = slice(*(bisect.bisect_left(nodes, time, key=itemgetter(0)) for time in (first.start, end)))
-            below = [op for _, node in nodes[inside] for op in node.walk() if op.kind == "op"]
-            own = [op for op in below if op.name not in ADDS or str(op.inputs.dims[:1]) not in shared]
-            computed.append(Counter(op.name for op in below))
-            kept.append(Counter(op.name for op in own))
-        alike = all(one == kept[0] for one in kept) and all(one == computed[0] for one in computed[:-1])
-        if alike and kept[0] and any(_computes(step, op) for op in ops[passes[0][2] :][: len(of_pass)]):
-            yield [first for _, first, _ in passes]
+    if nodes and nodes[0][0] < run[0].start:
+        return False
+    ops = [op for op in step.outermost if op.track == run[0].track]
+    places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
+    places.append(2 * places[-1] - places[-2])
+    passes = ops[places[0] : places[-1]]
+    if places[-1] >= len(ops) or any(PICKS(op.name) or HANDS_ON(op.name) for op in passes):
+        return False
+    shared = {str(op.inputs.dims[:1]) for op in step.named(GIVES_GRADIENT.__eq__)}
+    computed, kept = [], []
+    for one, two in pairwise(places):
+        inside = slice(*(bisect.bisect_left(nodes, ops[place].start, key=itemgetter(0)) for place in (one, two)))
+        below = [op for _, node in nodes[inside] for op in node.walk() if op.kind == "op"]
+        added = (op for op in below if op.name in ADDS and str(op.inputs.dims[:1]) in shared)
+        computed.append(Counter(op.name.rstrip("_") for op in below))
+        kept.append(computed[-1] - Counter(op.name.rstrip("_") for op in added))
+    alike = all(one == kept[0] for one in kept) and all(one == computed[0] for one in computed[:-1])
+    starts, layers = {begun for begun, _ in nodes}, (op for op in passes if TAKES_DATA(op.name))
+    have_backward = all(any(one.start in starts for one in op.walk()) for op in layers)
+    return alike and computed[0] != computed[-1] and have_backward
 
 
 @kept_by_step
