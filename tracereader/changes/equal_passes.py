@@ -312,9 +312,9 @@ def _apart_in_backward(trace: Trace, step: Step, run: Sequence[Op]) -> bool:
 
     Such a pass gives no other one its result. A state's gradient would be added to another one in all passes but the
     first or the last, or the first pass would need none, unless the state begins with something that needs gradients
-    and is computed before. What a pass hands on without a gradient is detached, picked, written in place, or comes
-    from a layer without a backward. Only gradients of weights are added in all passes but the last one, whose
-    backward comes first.
+    and is computed before, or is joined to something that does. What a pass hands on without a gradient is detached,
+    picked, written in place, or comes from a layer without a backward. Only gradients of weights are added in all
+    passes but the last one, whose backward comes first.
     """
     nodes = _by_forward(trace, step)
     if nodes and nodes[0][0] < run[0].start:
@@ -323,7 +323,7 @@ def _apart_in_backward(trace: Trace, step: Step, run: Sequence[Op]) -> bool:
     places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
     places.append(2 * places[-1] - places[-2])
     passes = ops[places[0] : places[-1]]
-    if places[-1] >= len(ops) or any(PICKS(op.name) or HANDS_ON(op.name) for op in passes):
+    if places[-1] >= len(ops) or any(op.name in JOINS or PICKS(op.name) or HANDS_ON(op.name) for op in passes):
         return False
     shared = {str(op.inputs.dims[:1]) for op in step.named(GIVES_GRADIENT.__eq__)}
     computed, kept = [], []
