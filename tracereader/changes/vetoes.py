@@ -58,7 +58,7 @@ VETOES = (
     Veto("channels_last", lambda case: bool(case.step.named(NEED_CONTIGUOUS.__contains__)),
          "a U-Net with group norms took 7.9 ms instead of 5.8, one of volumes 50.6 instead of 42.3"),
     Veto("half_precision", lambda case: not case.trace.trains and has_convolutions_of_volumes(case),
-         "a network for videos took 4.9 ms in bf16 instead of 3.7"),
+         "a network for videos took 5.1 ms under autocast instead of 4.0"),
     Veto("cuda_graph", lambda case: case.growing_keys is not None, "a graph is of one number of keys: static_cache"),
     Veto("cuda_graph", lambda case: case.recomputed_tokens is not None, "each pass has one token more: static_cache"),
     Veto("cuda_graph", lambda case: bool(case.in_flex), "each call copies from pageable memory: compile_flex"),
