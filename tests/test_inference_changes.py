@@ -181,30 +181,38 @@ def with_attention_to_an_encoder(events):
     """Each pass's second layer attends to 80 encoded inputs, and each step's first call is the encoder's."""
     for mark in raw_steps(events):
         calls = ops_of(events, mark, "aten::scaled_dot_product_attention")
-        for place, e in enumerate(calls):
-            if place % 2:
-                e["args"]["Input Dims"][1][2] = e["args"]["Input Dims"][2][2] = 80
-        first = copy.deepcopy(calls[0])
-        for dims in first["args"]["Input Dims"][:3]:
-            dims[2] = 80
-        events.append(first | {"ts": calls[0]["ts"] - 0.02, "dur": 0.01})
+        for e in calls[1::2]:
+            e["args"]["Input Dims"][1][2] = e["args"]["Input Dims"][2][2] = 80
+        add_an_encoder(events, calls[0])
 
 
-def with_the_attention_written_by_hand(events):
-    """Each call is a softmax between batched products."""
+def add_an_encoder(events, call):
+    encoder = copy.deepcopy(call)
+    for dims in encoder["args"]["Input Dims"][:3]:
+        dims[2] = 80
+    events.append(encoder | {"ts": call["ts"] - 0.05, "dur": 0.01})
+
+
+def with_attention_to_an_encoder_by_hand(events):
+    """The same with the decoder's attention as softmaxes between batched products."""
     for mark in raw_steps(events):
-        for e in ops_of(events, mark, "aten::scaled_dot_product_attention"):
-            (batch, heads, queries, _), (_, _, keys, _) = e["args"]["Input Dims"][:2]
-            e["args"]["Input Dims"] = [[batch, heads, queries, keys]]
-            e["name"] = "aten::_softmax"
+        calls = ops_of(events, mark, "aten::scaled_dot_product_attention")
+        add_an_encoder(events, calls[0])
+        for place, e in enumerate(calls):
+            for one in events:
+                if "scaled_dot_product" in one["name"] and e["ts"] < one["ts"] < end(e):
+                    one["name"] = "aten::other"
+            batch, heads, tokens, _ = e["args"]["Input Dims"][0]
+            keys = 80 if place % 2 else tokens
+            e |= {"name": "aten::_softmax", "args": e["args"] | {"Input Dims": [[batch, heads, tokens, keys]]}}
             for time in (e["ts"] - 0.02, end(e) + 0.01):
-                product = {"Input Dims": [[batch * heads, queries, 64], [batch * heads, 64, keys]]}
+                product = {"Input Dims": [[batch * heads, tokens, 64], [batch * heads, 64, keys]]}
                 events.append(e | {"name": "aten::bmm", "ts": time, "dur": 0.01, "args": product})
 
 
 @pytest.mark.parametrize(("edit", "first"), [
     (with_attention_to_an_encoder, 768),
-    (with_the_attention_written_by_hand, 768),
+    (with_attention_to_an_encoder_by_hand, 768),
     (of_lengths(lambda n: n - 767), 1),
 ])  # fmt: skip
 def test_tokens_are_recomputed_beside_an_encoder_by_hand_and_from_the_first_token_on(tmp_path, edit, first):
