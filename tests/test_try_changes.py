@@ -1640,6 +1640,6 @@ def test_a_program_becomes_faster_on_a_gpu(tmp_path, scratch):
     assert ran.returncode == 0, said
     found = json.loads(printed)
     (together,) = [one for one in (*found["changes"], *found["several"]) if one["changes"] == found["together"]]
-    assert together["saves"] > 0.3
+    assert together["saves"] > 0.3, said
     assert together["results"]["kind"] in ("same", "within")
     assert not list(scratch.iterdir())
