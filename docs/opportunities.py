@@ -57,7 +57,7 @@ PAIRS = (
         ("pinned/same_stream", "pinned/prefetched"), ("selection/chosen", "selection/multiplied"),
         ("trained/eager", "trained/compile"), ("unet/contiguous", "unet/channels_last"),
         ("unet/contiguous", "unet/compile"), ("autocast/each_step", "autocast/cast_once"),
-        ("logits/all", "logits/last"), ("guards/compile", "guards/compile_skipped"),
+        ("guards/compile", "guards/compile_skipped"),
         ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
         ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
         ("batch_norm/eager", "batch_norm/compile"), ("batch_norm/eager", "batch_norm/graph"),
@@ -93,7 +93,7 @@ CPU_ONLY_PAIRS = tuple(
     for before, after in (
         ("attention_naive", "attention_sdpa"), ("attention_trained_naive", "attention_trained_sdpa"),
         ("adamw_forloop", "adamw_fused"), ("anomaly_on", "anomaly_off"), ("mask_each_step", "mask_once"),
-        ("loader_inline", "loader_worker"), ("adapters_apart", "adapters_merged"),
+        ("loader_inline", "loader_worker"),
         *((f"float64/{name}", f"float64/{name}_without") for name in ("products", "stencil", "kernel")),
         *((f"indices/{name}", f"indices/{name}_without") for name in ("recurrence", "scan", "heads")),
     )

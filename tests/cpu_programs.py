@@ -366,6 +366,217 @@ def leaky():
     return step
 
 
+def over_steps(passes, *modules):
+    """Return a step that trains modules with a loop over the times of 12 vectors of 10 values."""
+    x, optimizer = torch.randn(6, 12, 10), torch.optim.SGD(nn.ModuleList(modules).parameters(), 0.01, foreach=True)
+
+    def step():
+        update(optimizer, sum(one.square().mean() for one in passes(x)))
+
+    return step
+
+
+def layers_around_a_cell():
+    """Each time has layers of its own before a recurrent cell, and a head after it. The state begins with zeros."""
+    encoder, cell, head = (
+        nn.Sequential(nn.Linear(10, 18), nn.ReLU(), nn.Linear(18, 20)),
+        nn.GRUCell(20, 16),
+        mlp(16, 7, 3),
+    )
+
+    def passes(x):
+        h, found = torch.zeros(6, 16), []
+        for one in x.unbind(1):
+            h = cell(encoder(one), h)
+            found.append(head(h))
+        return found
+
+    return over_steps(passes, encoder, cell, head)
+
+
+def layers_under_autocast():
+    """The same, with a state that an encoder begins. Autocast casts each weight in the first pass."""
+    encoder, cell, head, begin = mlp(10, 18, 20), nn.GRUCell(20, 16), nn.Linear(16, 3), nn.Linear(10, 16)
+
+    def passes(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            h, found = begin(x.mean(1)), []
+            for time in range(12):
+                h = cell(encoder(x[:, time]), h)
+                found.append(head(h).float())
+        return found
+
+    return over_steps(passes, encoder, cell, head, begin)
+
+
+def losses_in_each_pass():
+    """Each pass adds a loss of its head, which no other pass takes."""
+    into, cell, head, wanted = nn.Linear(10, 20), nn.GRUCell(20, 16), nn.Linear(16, 3), torch.randn(6, 12, 3)
+
+    def passes(x):
+        h, loss = torch.zeros(6, 16), 0.0
+        for time in range(12):
+            h = cell(into(x[:, time]).relu(), h)
+            loss = loss + nn.functional.mse_loss(head(h), wanted[:, time])
+        return [loss]
+
+    return over_steps(passes, into, cell, head)
+
+
+def result_fed_back():
+    """The head's result is joined to the input of the next pass."""
+    cell, head = nn.GRUCell(13, 16), nn.Linear(16, 3)
+
+    def passes(x):
+        h, result, found = torch.zeros(6, 16), torch.zeros(6, 3), []
+        for time in range(12):
+            h = cell(torch.cat([x[:, time], result], 1), h)
+            result = head(h)
+            found.append(result)
+        return found
+
+    return over_steps(passes, cell, head)
+
+
+def image_fed_back():
+    """The image that a pass finds is taken by the next one."""
+    into, mixed, out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+    video = torch.randn(2, 12, 3, 6, 6)
+
+    def passes(_):
+        image, found = torch.zeros(2, 3, 6, 6), []
+        for time in range(12):
+            state = torch.tanh(mixed(into(video[:, time]).relu() + into(image)))
+            image = out(state)
+            found.append(image)
+        return found
+
+    return over_steps(passes, into, mixed, out)
+
+
+def state_without_its_history():
+    """The state is taken as .data, which leaves no op in the trace, and so needs no gradient."""
+    into, hidden, head = nn.Linear(10, 20), nn.Linear(20, 20), nn.Linear(20, 3)
+
+    def passes(x):
+        h, found = torch.zeros(6, 20), []
+        for time in range(12):
+            h = torch.tanh(into(x[:, time]) + hidden(h.data))
+            found.append(head(h))
+        return found
+
+    return over_steps(passes, into, hidden, head)
+
+
+def average_of_features():
+    """A running average of what a layer finds is computed without autograd, from results of its size."""
+    into, cell = nn.Linear(10, 20), nn.GRUCell(20, 16)
+
+    def passes(x):
+        h, average, found = torch.zeros(6, 16), torch.zeros(6, 20), []
+        for time in range(12):
+            features = into(x[:, time])
+            with torch.no_grad():
+                average = average * 0.9 + features * 0.1
+            h = cell(features - average, h)
+            found.append(h)
+        return found
+
+    return over_steps(passes, into, cell)
+
+
+def state_first(kept=lambda h: h):
+    """The layer that takes the state comes before the one that takes the part, and has as many inputs."""
+    hidden, into, begin = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 6)
+
+    def passes(x):
+        h, found = kept(begin.weight), []
+        for one in x.unbind(1):
+            found.append(torch.tanh(hidden(h).relu() * into(one)))
+            h = kept(found[-1])
+        return found
+
+    return over_steps(passes, hidden, into, begin)
+
+
+def detached_state_first():
+    """The same, without the gradient of the state."""
+    return state_first(torch.Tensor.detach)
+
+
+def frozen_state_first():
+    """A layer that is trained takes the state of a cell that is not."""
+    cell, head = nn.GRUCell(10, 10).requires_grad_(False), nn.Linear(10, 3)
+
+    def passes(x):
+        h, found = torch.zeros(6, 10), []
+        for one in x.unbind(1):
+            found.append(head(h).relu())
+            h = cell(one, h)
+        return found
+
+    return over_steps(passes, head)
+
+
+def centered_inputs():
+    """A running average of the data, which needs no gradient, is taken from each part."""
+    into, cell = nn.Linear(10, 20), nn.GRUCell(20, 16)
+
+    def passes(x):
+        h, average, found = torch.zeros(6, 16), torch.zeros(6, 10), []
+        for time in range(12):
+            average = average * 0.9 + x[:, time] * 0.1
+            h = cell(into(average), h)
+            found.append(h)
+        return found
+
+    return over_steps(passes, into, cell)
+
+
+def part_fed_back():
+    """A part of the head's result is joined to the input of the next pass."""
+    cell, head = nn.GRUCell(11, 16), nn.Linear(16, 3)
+
+    def passes(x):
+        h, first, found = torch.zeros(6, 16), torch.zeros(6), []
+        for time in range(12):
+            h = cell(torch.cat([x[:, time], first.unsqueeze(1)], 1), h)
+            result = head(h)
+            first = result[:, 0]
+            found += [result, first]
+        return found
+
+    return over_steps(passes, cell, head)
+
+
+def fast_weights():
+    """Each pass changes the weight that the next one uses."""
+    weight, cell = nn.Linear(10, 12, bias=False), nn.GRUCell(12, 16)
+
+    def passes(x):
+        h, own, found = torch.zeros(6, 16), weight.weight, []
+        for time in range(12):
+            features = nn.functional.linear(x[:, time], own)
+            own = own + 0.01 * features.t() @ x[:, time]
+            h = cell(features, h)
+            found.append(h)
+        return found
+
+    return over_steps(passes, weight, cell)
+
+
+def update_in_each_pass():
+    """The model learns from each time before it sees the next one."""
+    into, head = nn.Linear(10, 20), nn.Linear(20, 3)
+    x, optimizer = torch.randn(6, 12, 10), torch.optim.SGD([*into.parameters(), *head.parameters()], 0.01)
+
+    def step():
+        for time in range(12):
+            update(optimizer, head(into(x[:, time]).relu()).square().mean())
+
+    return step
+
+
 def parts(tensor, dim, weak):
     return [tensor.select(dim, place) for place in range(tensor.shape[dim])] if weak else tensor.unbind(dim)
 
@@ -486,6 +697,12 @@ PROGRAMS = {
         (),
         (times, times_with_layers, last_result_detached, last_result_picked, last_result_without_gradients,
          state_of_an_encoder, own_layers, leaky),
+    ),
+    "around_a_state": (
+        (),
+        (layers_around_a_cell, layers_under_autocast, losses_in_each_pass, result_fed_back, image_fed_back,
+         state_without_its_history, average_of_features, state_first, detached_state_first, frozen_state_first,
+         centered_inputs, part_fed_back, fast_weights, update_in_each_pass),
     ),
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),

@@ -125,7 +125,6 @@ PREDICTED = [
     ("convnet/fused", "cuda_graph", "convnet/graph"),
     ("odd_width/odd", "align_shapes", "odd_width/padded"),
     ("experts/loop", "larger_batch", "experts/batched"),
-    ("logits/all", "last_logits", "logits/last"),
     ("guards/compile", "skip_guards", "guards/compile_skipped"),
     ("lengths/cudnn", "attention_plans", "lengths/flash"),
     ("lengths/flash", "static_cache", "lengths/static"),

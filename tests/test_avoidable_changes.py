@@ -243,79 +243,6 @@ def test_casting_weights_once_is_not_proposed_in_training(case_of):
     assert precision.cast_weights(case_of(AUTOCAST)) is None
 
 
-PREFILL = TESTS / "models/qwen3_prefill_logits.json.gz"
-ROWS, VOCABULARY, HIDDEN = 512, 151_936, 1024
-
-
-def head_of(path, graph, trace):
-    """Return the time (µs) of the product with the vocabulary in each step of the graph."""
-    heads = [
-        work for step in trace.steps for work in step.work
-        if work.launch is not None and [HIDDEN, VOCABULARY] in (work.launch.parent.args.get("Input Dims") or [])
-        and work.kind == "kernel"
-    ]  # fmt: skip
-    return [graph.dur[graph.activity[id(work)]] / 1e3 for work in heads]
-
-
-def ops_after_the_head(*ops):
-    """Append ops, each with a kernel, to the end of every step. ops: the name and the shape of the input of each."""
-
-    def edit(document):
-        events = document["traceEvents"]
-        last = max((e for e in slices(document) if e.get("cat") in GPU), key=end)
-        free = end(last)
-        for number, mark in enumerate(raw_steps(events)):
-            mine = inside(slices(document), mark)
-            time = max(end(e) for e in mine if e["name"] == "aten::linear") + 1
-            later_by = 20 * len(ops)
-            for e in events:
-                if e.get("ts", 0) >= time and e.get("cat") not in GPU:
-                    e["ts"] += later_by
-            mark["dur"] += later_by
-            for place, (name, dims, launches) in enumerate(ops):
-                at, correlation = time + 20 * place, 10**8 + 100 * number + place
-                thread = {"pid": mark["pid"], "tid": mark["tid"]}
-                events.append(event(name, "cpu_op", at, 15, **{"Input Dims": [dims]}) | thread)
-                if launches:
-                    events.append(
-                        event("cudaLaunchKernel", "cuda_runtime", at + 2, 5, correlation=correlation) | thread
-                    )
-                    on_gpu = {"pid": last["pid"], "tid": last["tid"]}
-                    args = last["args"] | {"correlation": correlation}
-                    starts = max(at + 8, free + 2)
-                    events.append(event("reduce_kernel", "kernel", starts, 2, **args) | on_gpu)
-                    free = starts + 2
-
-    return edit
-
-
-SELECTS = (
-    ("aten::slice", [1, ROWS, VOCABULARY], False),
-    ("aten::select", [1, ROWS, VOCABULARY], False),
-    ("aten::argmax", [1, VOCABULARY], True),
-)
-
-
-def test_logits_of_one_token_are_proposed_if_only_one_is_read(case_of):
-    case = case_of(PREFILL, ops_after_the_head(*SELECTS))
-    proposal = inference.last_logits(case)
-    assert proposal is not None and "makes 512 rows of 151,936 logits" in proposal.evidence
-    assert "1 row is needed" in proposal.evidence
-    before, after = (head_of(PREFILL, graph, case.trace) for graph in (case.graph, proposal.graph))
-    reads_us = 2 * VOCABULARY * HIDDEN / GB_S / 1e3
-    assert min(before) > 200 and after == pytest.approx([reads_us] * len(after), rel=0.05)
-    # This step waits for launches, so the change saves nothing.
-    assert "last_logits" not in proposed(case)
-
-
-@pytest.mark.exhaustive
-def test_logits_are_kept_if_all_are_read(case_of):
-    everything = (("aten::argmax", [1, ROWS, VOCABULARY], True),)
-    assert inference.last_logits(case_of(PREFILL, ops_after_the_head(*everything))) is None
-    assert inference.last_logits(case_of(PREFILL, ops_after_the_head(*SELECTS, *everything))) is None
-    assert inference.last_logits(case_of(PREFILL)) is None, "nothing shows what reads them"
-
-
 def attention_kernels(path):
     """Return the time (µs) of each attention kernel of a step, and the number of keys, by the recorded shapes."""
     events = slices(raw(path))
@@ -323,18 +250,6 @@ def attention_kernels(path):
     times = [w["dur"] for e in calls for w in launched(events, e) if "cudnn_generated" in w["name"]]
     (keys,) = {e["args"]["Input Dims"][1][2] for e in calls}
     return sorted(times), keys
-
-
-def test_sharing_keys_in_a_cuda_graph_predicts_the_recorded_gpu_time(case_of):
-    """The GPU spans are compared, because the CPU took longer in the recording of the model with enable_gqa."""
-    events = slices(raw(LLM / "1x512_bf16_warm_compile_gqa_reduce-overhead.json.gz"))
-    spans = []
-    for mark in raw_steps(events):
-        work = raw_work(events, mark)
-        spans.append(max(map(end, work)) - work[0]["ts"])
-    one = proposed(case_of(TESTS / "models/qwen3_decode_graph.json.gz"))["shared_keys"]
-    assert "56 copies" in one.evidence
-    assert one.step_us_after == pytest.approx(sorted(spans)[len(spans) // 2], rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +269,7 @@ def test_a_change_of_gpu_work_alone_is_not_proposed_for_an_overhead_bound_step(p
     on_cpu = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
     busy = [sum(e["dur"] for e in some) for some in work]
     assert on_cpu > 1.5 * sorted(busy)[len(busy) // 2] or "tune" in path.name
-    of_the_gpu = {"fuse_pointwise", "fused_attention", "tf32", "half_precision", "align_shapes", "last_logits"}
+    of_the_gpu = {"fuse_pointwise", "fused_attention", "tf32", "half_precision", "align_shapes"}
     assert not of_the_gpu & set(proposed(case_of(path)))
 
 
@@ -602,7 +517,7 @@ def test_a_comparison_sees_that_plans_or_a_growing_cache_are_gone(before, change
 
 @pytest.mark.parametrize(
     "change",
-    ["static_inputs", "skip_guards", pytest.param("cast_weights", marks=pytest.mark.exhaustive), "last_logits"],
+    ["static_inputs", "skip_guards", pytest.param("cast_weights", marks=pytest.mark.exhaustive)],
 )
 def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
     """An edited copy of the trace makes each change. The comparison in the other direction does not show it."""
@@ -637,18 +552,10 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
                 for e in [*inside(events, cast), *launched(events, cast)]}  # fmt: skip
         document["traceEvents"] = [e for e in document["traceEvents"] if id(e) not in gone]
 
-    def of_the_last_token(document):
-        ops_after_the_head(*SELECTS)(document)
-        for e in document["traceEvents"]:
-            dims = e.get("args", {}).get("Input Dims") or []
-            if [HIDDEN, VOCABULARY] in dims:
-                dims[0] = [1, HIDDEN]
-
     edits = {
         "static_inputs": (AUTOTUNED, None, without_copies),
         "skip_guards": (MLP_COMPILED, None, quick_lookups),
         "cast_weights": (AUTOCAST, forward_alone, without_weight_casts),
-        "last_logits": (PREFILL, ops_after_the_head(*SELECTS), of_the_last_token),
     }
     path, *both = edits[change]
     one, other = (side(path, edit) for edit in both)

@@ -501,7 +501,7 @@ def test_jsons_names_do_not_follow_the_summarys_parts(capsys):
     assert [call["name"] for call in found["chain"]] == [call.name for call in ours.cpu.chain]
     assert found["ops"].keys() == ours.cpu.ops.keys() and found["cpu_work"] == [] == found["by_module"]
     for name in ("label", "inputs", "runtime", "outside_ops", "op_threads", "unfused", "hidden_copies", "mask_made",
-                 "cast_products", "decoding", "expanded", "same_in_all_steps", "compiled_graphs",
+                 "cast_products", "decoding", "same_in_all_steps", "compiled_graphs",
                  "graphs_of_steps", "cache_lookups", "recompiled", "buffer_requests", "final_sync_us",
                  "by_label", "by_phase", "by_module_class", "rank", "world_size", "peak_bytes"):  # fmt: skip
         assert name in found, name

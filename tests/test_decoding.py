@@ -174,44 +174,6 @@ def test_graph_replays_are_equal_in_any_order_of_activities(tmp_path, capsys):
     assert f"the same {len(graph)} GPU activities 4 times, replays of a CUDA graph" in said and "4 x nvjet" in said
 
 
-@pytest.mark.parametrize("name", ["qwen3_decode_eager", "qwen3_generate_static", "qwen3_prefill_logits"])
-def test_copies_of_keys_equal_the_raw_events(name):
-    """They are launched in a clone in a reshape, two before each attention."""
-    ours, events = measured(name), raw(name)
-    mark, calls, work = steps_of(events)[ours.typical_step]
-    cpu = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
-
-    cpu.sort(key=lambda e: (e["ts"], -e["dur"]))
-    around, at, covering = {}, 0, []
-    for e in sorted(work, key=lambda e: calls[e["args"]["correlation"]]["ts"]):
-        launch = calls[e["args"]["correlation"]]["ts"]
-        while at < len(cpu) and cpu[at]["ts"] <= launch:
-            covering.append(cpu[at])
-            at += 1
-        covering = [x for x in covering if launch < end(x)]
-        around[id(e)] = [x["name"] for x in covering]
-
-    def inside(e, *names):
-        return around[id(e)][-len(names) :] == [*names]
-
-    copies = [e for e in work if inside(e, "aten::reshape", "aten::clone", "aten::copy_")]
-    attention = [x for x in cpu if x["name"] == "aten::scaled_dot_product_attention"]
-    assert len(attention) == 28
-    if name == "qwen3_prefill_logits":  # without a mask transformers does not expand the keys
-        assert ours.llm.expanded == len(copies) == 0
-    else:
-        assert ours.llm.expanded == len(copies) == 2 * 28
-
-
-def test_expanded_keys_are_found_in_compiled_code():
-    """Inductor's kernel expands and clones twice before each attention kernel."""
-    for name in ("qwen3_decode_graph", "qwen3_decode_compiled"):
-        ours, events = measured(name), raw(name)
-        work = steps_of(events)[ours.typical_step][2]
-        copies = [e for e in work if re.match(r"triton_poi_fused_.*_clone_.*_expand_.*_5$", e["name"])]
-        assert len(copies) == 56 == ours.llm.expanded
-
-
 def see(summary):
     return {one.name: verdict.evidence for one, verdict in cheatsheet.found(summary)}
 
@@ -337,15 +299,11 @@ def test_odd_facts_do_not_stop_the_report(facts, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_logits_of_every_token_are_found_in_prefill(tmp_path):
+def test_a_prefill_is_told_as_tokens(tmp_path):
     facts = {"phase": "prefill", "tokens": 512, "gb_s": None}
     summary = summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts)))
-    head, needed = decoding.head_of_all(summary)
-    assert (head.product.m, head.product.k, head.product.n, needed) == (512, 1024, 151936, 1)
     (told,) = decoding.in_words(summary)
     assert told.startswith("prefill of one sequence: ") and "a step of 512 tokens" in told
-    other = summarize(read(with_facts("qwen3_generate_static", tmp_path, phase="prefill")))
-    assert decoding.head_of_all(other)[0] is None
 
 
 def test_equal_modules_share_a_row():

@@ -1,9 +1,8 @@
-"""Low-rank adapters, generation that recomputes all tokens, and norms of many tensors. The traces are of an H100.
+"""Generation that recomputes all tokens, and norms of many tensors. The traces are of an H100.
 
-Without the profiler the steps took: adapters (8 layers of 512 rows) 1.6 ms apart and 0.43 merged, with 16,384 rows 3.74
-and 2.01; generation of 6 tokens 19.1 (its step is limited by the CPU) and 15.8 with a cache; norms of 36 tensors 9.4 to
-10.7 one by one and 9.9 at once, which their noise hides. With 8 layers and 768 to 783 tokens, generation took 152.8 and
-68.5 ms, and the norms of 96 tensors 20.0 and 15.7.
+Without the profiler the steps took: generation of 6 tokens 19.1 ms (its step is limited by the CPU) and 15.8 with a
+cache; norms of 36 tensors 9.4 to 10.7 one by one and 9.9 at once, which their noise hides. With 8 layers and 768 to 783
+tokens, generation took 152.8 and 68.5 ms, and the norms of 96 tensors 20.0 and 15.7.
 """
 
 import copy
@@ -13,127 +12,21 @@ from itertools import pairwise
 import pytest
 from raw_events import end, raw_steps, raw_work
 from test_cpu_only import file_of as cpu_only
-from test_cpu_only import middle_step
 from test_kept_promises import base
-from test_later_workloads import case_of, edited, ms, without_shapes
-from test_loops import file_of, predicted_and_compared, renamed_ops, typical_step
+from test_later_workloads import case_of, edited, without_shapes
+from test_loops import file_of, renamed_ops, typical_step
 from test_opportunities import priced_changes, raw_events
 
-from tracereader import cli
 from tracereader.changes import inference, waits
-from tracereader.figures import summarize
 from tracereader.figures.attention import growing_keys
 from tracereader.trace import read
 
 AGAIN, EACH_STEP = "generation/recomputed", "generation/a_token_per_step"
-APART, MANY_ROWS = "adapters/apart", "adapters/many_rows_apart"
 
 
 def ops_of(events, mark, *names):
     found = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in names and mark["ts"] <= e["ts"] < end(mark)]
     return sorted(found, key=lambda e: e["ts"])
-
-
-def launched_in(events, mark, spans):
-    """Return the GPU work of the step that these ops launch."""
-    launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
-    return [
-        e for e in raw_work(events, mark)
-        if any(one["ts"] <= launches[e["args"]["correlation"]] < end(one) for one in spans)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("before", "change", "after", "within"), [
-    (APART, "merge_adapters", "adapters/merged", (0.7, 1.4)),
-    ("adapters/first", "merge_adapters", "adapters/merged", (0.7, 1.4)),
-    (MANY_ROWS, "merge_adapters", "adapters/many_rows_merged", (0.95, 1.05)),
-])  # fmt: skip
-def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
-    title, said = predicted_and_compared(before, change, after, within, capsys)
-    assert f"proposed it ({title})" in said
-    assert change not in priced_changes(file_of(after))
-
-
-@pytest.mark.parametrize("name", [APART, "adapters/first", MANY_ROWS])
-def test_an_adapter_is_two_products_of_a_small_rank_and_what_adds_them(name):
-    events, mark = typical_step(name)
-    linear = ops_of(events, mark, "aten::linear")
-    spared = [e for e in linear if 16 in e["args"]["Input Dims"][1]]
-    spared += ops_of(events, mark, "aten::mul", "aten::add")
-    one = priced_changes(file_of(name))["merge_adapters"]
-    count, spent = re.match(r"(\d+) layers have .*: ([\d.]+ \w+) of GPU work", one.evidence).groups()
-    assert int(count) == len(linear) // 3 == 8
-    assert ms(spent) == pytest.approx(sum(e["dur"] for e in launched_in(events, mark, spared)) / 1e3, rel=0.02)
-
-
-def with_a_weight_that_is_not_transposed(events):
-    """transformers' Conv1D, as GPT-2 has, makes one dimension of all rows first."""
-    for e in events:
-        dims = e.get("args", {}).get("Input Dims")
-        if e["name"] == "aten::linear" and 16 not in dims[1]:
-            e["name"], e["args"]["Input Dims"] = "aten::addmm", [[dims[1][0]], dims[0], dims[1][::-1], [], []]
-        elif dims and dims[0] and dims[0][0] == 16384:
-            e["args"]["Input Dims"] = [[4, 4096, *dim[1:]] if dim[:1] == [16384] else dim for dim in dims]
-
-
-def test_the_layer_may_be_a_product_with_a_bias(tmp_path):
-    usual, other = (
-        priced_changes(file)["merge_adapters"]
-        for file in (file_of(MANY_ROWS), edited(file_of(MANY_ROWS), tmp_path, with_a_weight_that_is_not_transposed))
-    )
-    assert usual.evidence == other.evidence and usual.step_us_after == other.step_us_after
-
-
-def test_without_a_gpu_the_adapters_time_is_gone_from_the_end_of_the_layer_on(capsys):
-    """Timed without the profiler, in turns, the step took 6.84 ms apart and 4.89 ms merged."""
-    events = raw_events(cpu_only("adapters_apart"))
-    mark, _ = middle_step(events)
-    ops = ops_of(events, mark, "aten::linear", "aten::add")
-    layers, sums = ops[::4], ops[3::4]
-    assert len(layers) == len(sums) == 8 and {e["name"] for e in sums} == {"aten::add"}
-    one = priced_changes(cpu_only("adapters_apart"))["merge_adapters"]
-    assert one.saves_us == pytest.approx(sum(end(b) - end(a) for a, b in zip(layers, sums, strict=True)), rel=0.01)
-    spared = [e for e in ops if e not in layers] + ops_of(events, mark, "aten::mul", "aten::dropout")
-    spent = re.fullmatch(r"8 layers have .*: ([\d.]+ \w+) of the step", one.evidence)[1]
-    assert ms(spent) == pytest.approx(sum(e["dur"] for e in spared) / 1e3, rel=0.03)
-    after = summarize(read(cpu_only("adapters_merged")))
-    assert 0.9 <= one.unprofiled_step_us_after / after.unprofiled_step_us <= 1.1
-    assert cli.main([str(cpu_only("adapters_apart")), str(cpu_only("adapters_merged"))]) == 0
-    assert f"proposed it ({one.title})" in " ".join(capsys.readouterr().out.split())
-
-
-def with_a_nonlinearity(events):
-    """A function between the two products, as in other adapters, cannot be merged."""
-    for e in events:
-        if e["name"] == "aten::mul":
-            e["name"] = "aten::relu"
-
-
-def of_a_large_rank(events):
-    """Let the small products have half as many columns as the layer."""
-    for e in events:
-        if "Input Dims" in e.get("args", {}):
-            e["args"]["Input Dims"] = [
-                [512 if size == 16 else size for size in dim] if isinstance(dim, list) else dim
-                for dim in e["args"]["Input Dims"]
-            ]
-
-
-def in_training(events):
-    events.append(next(e for e in events if e["name"] == "aten::add") | {"name": "Optimizer.step#SGD.step"})
-
-
-def with_another_input(events):
-    """The adapter's first product reads another tensor than the layer."""
-    for e in events:
-        if e["name"] == "aten::linear" and e["args"]["Input Dims"][1][0] == 16:
-            e["args"]["Input Dims"][0][0] += 1
-
-
-@pytest.mark.parametrize("edit", [with_a_nonlinearity, of_a_large_rank, in_training, with_another_input])
-def test_what_is_no_adapter_is_not_merged(tmp_path, edit):
-    assert "merge_adapters" in priced_changes(file_of(MANY_ROWS))
-    assert "merge_adapters" not in priced_changes(edited(file_of(MANY_ROWS), tmp_path, edit))
 
 
 def attention_of(events, mark):
@@ -238,6 +131,10 @@ def test_only_passes_that_each_have_one_token_more_recompute_tokens(tmp_path, ed
     case = case_of(edited(file_of(AGAIN), tmp_path, edit))
     assert case.recomputed_tokens is None
     assert inference.static_cache(case) is None
+
+
+def in_training(events):
+    events.append(next(e for e in events if e["name"] == "aten::add") | {"name": "Optimizer.step#SGD.step"})
 
 
 def test_a_growing_cache_and_training_recompute_no_tokens(tmp_path):

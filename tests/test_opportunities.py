@@ -150,12 +150,6 @@ def test_working_in_place_predicts_the_step_recorded_without_the_copy():
     assert one.basis == "replay" and "masked_fill_" in one.how
 
 
-@pytest.mark.exhaustive
-def test_expanded_keys_are_named_once():
-    found = of_a_committed_trace(TESTS / "models/qwen3_decode_eager.json.gz")
-    assert "56 copies" in found["shared_keys"].evidence
-
-
 def test_stacks_name_the_functions_of_python_between_ops(tmp_path):
     document = json.loads(gzip.decompress((CHANGED / "python/loop.json.gz").read_bytes()))
     without = proposed("python/loop")["python"]

@@ -580,13 +580,13 @@ def moving_pictures(change):
 
 
 PROGRAMS = {
-    crop_seasons: {"dates_together": "larger_batch", "scale_on_gpu": "python", "autocast_bf16": "half_precision",
+    crop_seasons: {"dates_together": "loop_inputs", "scale_on_gpu": "python", "autocast_bf16": "half_precision",
                    "channels_last": "channels_last", "loss_stays_on_gpu": "remove_sync"},
     cautious_robot: {"replay_on_gpu": "", "critics_together": "larger_batch", "whole_step_graph": "cuda_graph",
                      "fused_adam": "fused_optimizer", "tf32": "tf32"},
     globe_mesh: {"no_checkpoint": "no_recompute", "autocast_bf16": "half_precision", "split_first_layer": "",
                  "index_select": "", "foreach_average": "update_graph"},
-    ward_risk: {"inputs_first": "larger_batch", "whole_step_graph": "cuda_graph", "compiled_cell": "fuse_pointwise",
+    ward_risk: {"inputs_first": "loop_inputs", "whole_step_graph": "cuda_graph", "compiled_cell": "fuse_pointwise",
                 "table_on_gpu": "data_loader", "autocast_bf16": "half_precision"},
     moving_pictures: {"guidance_together": "larger_batch", "fused_attention": "fused_attention",
                       "bf16_model": "half_precision", "tf32": "tf32", "compiled": "fuse_pointwise"},

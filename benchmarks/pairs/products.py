@@ -412,7 +412,7 @@ def sales_forecast(change):
 
 PROGRAMS = {
     two_towers: {"fused": "fused_optimizer", "one_table": "larger_batch", "sparse": "sparse_gradients", "tf32": "tf32"},
-    video_matting: {"half": "half_precision", "encode_at_once": "larger_batch", "bytes_on_gpu": "python",
+    video_matting: {"half": "half_precision", "encode_at_once": "loop_inputs", "bytes_on_gpu": "python",
                     "pinned": "overlap_copies"},
     text_reader: {"decode_on_cpu": "remove_sync", "decode_at_once": "larger_batch", "batch_x2": ("double_batch", 2),
                   "fused": "fused_optimizer"},

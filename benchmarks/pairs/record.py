@@ -38,7 +38,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODULES = (
     "vision", "language", "other", "loops", "kinds", "users", "research", "products", "several_inputs", "everyday",
-    "services", "teams", "trades", "turns", "institutions", "measurements",
+    "services", "teams", "trades", "turns", "institutions", "measurements", "recurrent",
 )  # fmt: skip
 # Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
 TIERS = (

@@ -967,7 +967,7 @@ PROGRAMS = {
                      "count_in_python": "remove_sync", "index_select": ""},
     object_tracker: {"read_once": "remove_sync", "at_once": "larger_batch", "filters_at_once": "",
                      "thread": "python", "half": "half_precision"},
-    chosen_answers: {"at_once": "larger_batch", "question_once": "", "answer_logits": "last_logits",
+    chosen_answers: {"at_once": "larger_batch", "question_once": "", "answer_logits": "",
                      "no_item": "remove_sync"},
     deep_ensemble: {"at_once": "larger_batch", "one_optimizer": "", "fused": "fused_optimizer", "graph": "cuda_graph",
                     "no_item": "remove_sync"},

@@ -11,7 +11,6 @@ from tracereader.changes.context import Case, Entry
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, type_of
 from tracereader.figures.avoidable import CUDNN_ATTENTION, planning, triangles
-from tracereader.figures.decoding import expanded, expanded_by_inductor
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.phases import backward_nodes, forwards_of, in_backward
@@ -27,7 +26,6 @@ from tracereader.replay.changes import (
     with_durations,
     without_cpu_time,
     without_ops,
-    without_work,
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
@@ -418,32 +416,6 @@ def mask_once(case: Case) -> Proposal | None:
         f"every step makes a triangular mask with {listed(dict.fromkeys(op.name for op in typical))}: "
         f"{duration(sum(op.us for op in typical))} of CPU time",
         "make the mask once (register_buffer), or pass is_causal=True",
-    )
-
-
-@change(
-    "share keys and values between query heads",
-    "the attention kernel takes keys and values of fewer heads as fast",
-    followed=halved(lambda side: side.summary.llm.expanded > 0, by_calls, same_products),
-)
-def shared_keys(case: Case) -> Proposal | None:
-    if not case.summary.llm.expanded:
-        return None
-    found, typical = case.in_each_step(expanded)
-    copies = [work for _, some in typical for work in some]
-    if typical:
-        graph = without_ops(case.graph, [op for some in found for op, _ in some])
-    elif places := expanded_by_inductor(case.summary.gpu_work):
-        copies = [case.step.work[place] for place in places]
-        graph = without_work(case.graph, case.in_all_steps(dict.fromkeys(copies, 0.0)))
-    else:
-        return None
-    us = sum(work.us for work in copies)
-    return Proposal(
-        graph,
-        f"{counted(len(copies), 'copy', 'copies')} expand keys and values to all query heads before attention: "
-        f"{duration(us)} of GPU time",
-        "scaled_dot_product_attention(…, enable_gqa=True)",
     )
 
 

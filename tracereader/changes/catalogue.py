@@ -15,6 +15,7 @@ from tracereader.changes import (
     layout,
     less_data,
     optimizer,
+    outside_a_loop,
     parallel,
     precision,
     waits,
@@ -40,8 +41,8 @@ from tracereader.two_runs.side import Side
 WARM_UP = Change("warm_up", "warm up, then record again", "a warm step makes none of these calls")
 # A change that one of these modules declares is included without further registration.
 MODULES = (
-    graphs, waits, optimizer, work_ahead, equal_passes, fusion, attention, layout, less_data, precision, copies,
-    parallel, inference,
+    graphs, waits, optimizer, work_ahead, equal_passes, outside_a_loop, fusion, attention, layout, less_data,
+    precision, copies, parallel, inference,
 )  # fmt: skip
 DECLARED = (one for module in MODULES for one in vars(module).values() if isinstance(one, Change))
 BY_NAME = {one.name: one for one in (*DECLARED, WARM_UP)}

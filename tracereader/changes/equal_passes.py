@@ -9,7 +9,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, pairwise
-from operator import itemgetter
 from statistics import median_high
 
 import msgspec
@@ -23,7 +22,13 @@ from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.attention import attention_calls, keys_grow_in_place
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
+from tracereader.figures.phases import (
+    backward_begins,
+    backward_nodes,
+    forwards_of,
+    in_backward,
+    kept_by_step,
+)
 from tracereader.figures.places import NUMBER
 from tracereader.figures.steps import outermost_named
 from tracereader.findings.finding import duration
@@ -32,8 +37,8 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import union
-from tracereader.trace.labels import GIVES_GRADIENT, LOADER, OPTIMIZER, OPTIMIZERS
+from tracereader.trace.intervals import Intervals, Lengths, union
+from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
@@ -63,9 +68,6 @@ HOW = {
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
 ADDS = ("aten::add", "aten::add_")
-HANDS_ON = re.compile(
-    r"aten::(detach\w*|(add|sub|mul|div|copy|lerp|addc\w+|index\w*|masked\w+|scatter\w*|fill|zero)_)$"
-).match
 IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
@@ -83,15 +85,27 @@ CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fu
 GATES = ("aten::tanh", "aten::sigmoid")
 
 
+FEWER_PRODUCTS = halved(
+    lambda side: len(products(side)), lambda before, after: same_flops(products(before), products(after))
+)
+
+
 class Loop(msgspec.Struct, frozen=True):
     """A loop whose passes may be computed at once, as far as the recording shows.
 
-    starts: when each pass starts (ns). end: when the last one probably ends. what: what a pass does.
+    starts: when each pass starts (ns). end: when the last one probably ends. what: what a pass does. ends: when the
+    part of each pass ends that may be computed at once, if it is not the whole pass.
     """
 
     starts: tuple[int, ...]
     end: int
     what: str
+    ends: tuple[int, ...] = ()
+
+    @property
+    def earlier(self) -> Intervals:
+        """Return when all passes but the last one run (ns)."""
+        return list(zip(self.starts[:-1], self.ends, strict=False)) or [(self.starts[0], self.starts[-1])]
 
     def overlaps(self, other: "Loop") -> bool:
         return self.starts[0] < other.end and other.starts[0] < self.end
@@ -103,7 +117,7 @@ def at_once_on_the_cpu(case: Case) -> Proposal | None:
     The computation in all passes but the last one takes at most as long as now, and hardly any time if the tensors are
     small. The lower quartile of the ops' times is taken for the time of a call, which computes nothing.
     """
-    in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
+    in_steps, typical = case.in_each_step(lambda step: allowed(case.trace, step))
     if not typical:
         return None
     spans, kept = [], []
@@ -116,7 +130,8 @@ def at_once_on_the_cpu(case: Case) -> Proposal | None:
             for ops, until in ((forward, loop.starts[-1]), (nodes, nodes[-1].end if nodes else 0)):
                 kept += [(ops[0].track, until, _computing_us(ops))] if ops else []
     best = without_cpu_time(case.graph, spans)
-    return _proposed(with_cpu_time(best, kept), typical, most=best)
+    how = HOW.get(typical[0].what, AT_ONCE)
+    return _proposed(with_cpu_time(best, kept), typical, how, most=best)
 
 
 def _computing_us(calls: Sequence[Op]) -> float:
@@ -128,16 +143,14 @@ def _computing_us(calls: Sequence[Op]) -> float:
     return sum(max(0, ns - least) for ns in own) / 1e3
 
 
-def _proposed(
-    graph: Graph, found: Sequence[Loop], more: str = "", on_cpu: str = "", most: Graph | None = None
-) -> Proposal:
+def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", most: Graph | None = None) -> Proposal:
     each = f" in {len(found)} loops" if len(found) > 1 else ""
     return Proposal(
         graph,
         f"each of {sum(len(one.starts) for one in found)} passes{each} {found[0].what}{more}",
-        HOW.get(found[0].what, AT_ONCE) + on_cpu,
+        how,
         assumed=True,
-        title="compute equal passes at once",
+        title="" if found[0].ends else "compute equal passes at once",
         most=most,
     )
 
@@ -145,23 +158,24 @@ def _proposed(
 @change(
     "give each launch more work",
     "no pass needs what another one computes",
-    followed=halved(
-        lambda side: len(products(side)), lambda before, after: same_flops(products(before), products(after))
-    ),
+    followed=FEWER_PRODUCTS,
     on_cpu=at_once_on_the_cpu,
 )
 def larger_batch(case: Case) -> Proposal | None:
-    """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded.
+    """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded."""
+    grows = case.growing_keys is not None and not _in_turn(case.trace, case.step)
+    if case.summary.waits_for != "overhead" or grows or case.recomputed_tokens is not None:
+        return None
+    in_steps, typical = case.in_each_step(lambda step: allowed(case.trace, step))
+    return all_in_one(case, in_steps, typical, HOW.get(typical[0].what, AT_ONCE)) if typical else None
+
+
+def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence[Loop], how: str) -> Proposal:
+    """Return a proposal to compute all passes of the loops at once.
 
     What the CPU does in all passes but the last one is removed, and so is what these launch, with its backward, and
     what joins their results. The kernels of the last pass do the work of all.
     """
-    grows = case.growing_keys is not None and not _in_turn(case.trace, case.step)
-    if case.summary.waits_for != "overhead" or grows or case.recomputed_tokens is not None:
-        return None
-    in_steps, typical = case.in_each_step(lambda step: _allowed(case.trace, step))
-    if not typical:
-        return None
     spans, gone = [], []
     for step, found in zip(case.steps, in_steps, strict=True):
         for loop in found:
@@ -175,12 +189,12 @@ def larger_batch(case: Case) -> Proposal | None:
     us, on_cpu = {}, ""
     measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
     for loop in typical:
-        _, work = _launched_from(case.trace, case.step, loop.starts[-1], loop.end)
+        _, work = _launched_from(case.trace, case.step, [(loop.starts[-1], loop.end)])
         on_cpu = _on_the_cpu(work) if loop.what == FROM_THE_CPU else ""
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     graph = without_work(without_cpu_time(case.graph, spans), gone)
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
-    return _proposed(with_durations(graph, case.in_all_steps(us)), typical, idle, on_cpu)
+    return _proposed(with_durations(graph, case.in_all_steps(us)), typical, how + on_cpu, idle)
 
 
 def _on_the_cpu(work: Sequence[Work]) -> str:
@@ -215,14 +229,13 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
     return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
 
 
-def _launched_from(trace: Trace, step: Step, start: int, end: int) -> tuple[list[Op], list[Work]]:
-    """Return backward's nodes whose forward lies in this time, and all work that is launched in it and by these."""
-    nodes = [
-        node for node in backward_nodes(step) if any(start <= begun < end for _, begun in forwards_of(trace, node))
-    ]
+def _launched_from(trace: Trace, step: Step, spans: Intervals) -> tuple[list[Op], list[Work]]:
+    """Return backward's nodes whose forward lies in these times, and all work that is launched in them and by these."""
+    inside = Lengths(spans)
+    nodes = [node for node in backward_nodes(step) if any(inside.has(begun) for _, begun in forwards_of(trace, node))]
     ids = {id(one) for node in nodes for one in node.work_below()}
     return nodes, [
-        one for one in step.work if id(one) in ids or (one.launch is not None and start <= one.launch.start < end)
+        one for one in step.work if id(one) in ids or (one.launch is not None and inside.has(one.launch.start))
     ]
 
 
@@ -231,31 +244,31 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
 
     The time between nodes that follow each other is theirs, too.
     """
-    nodes, work = _launched_from(case.trace, step, loop.starts[0], loop.starts[-1])
+    nodes, work = _launched_from(case.trace, step, loop.earlier)
     wanted = {id(node) for node in nodes}
     runs = groupby(sorted(backward_nodes(step), key=start_of), lambda node: (id(node) in wanted, node.track))
     in_turn = [list(run) for (is_wanted, _), run in runs if is_wanted]
-    spans = [(track, loop.starts[0], loop.starts[-1]) for track in case.graph.threads]
+    spans = [(track, start, end) for track in case.graph.threads for start, end in loop.earlier]
     return spans + [(run[0].track, run[0].start, run[-1].end) for run in in_turn], nodes, work
 
 
-def _allowed(trace: Trace, step: Step) -> list[Loop]:
+def allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
 
     A pipeline passes its batch on in parts. An optimizer, except for one of each model, or a loader makes passes depend
     on each other. A batch norm in training computes other statistics of the whole batch.
     """
-    updates = outermost_named(step, lambda name: name.startswith(OPTIMIZERS))
-    apart = outermost_named(step, lambda name: name.startswith(LOADER))
+    return [loop for loop in loops(trace, step) if is_allowed(trace, step, loop) and not _recurs(step, loop)]
+
+
+def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
+    """Return whether neither communication nor an update, a loader or a batch norm makes its passes depend."""
+    work = _launched_from(trace, step, [(loop.starts[-1], loop.end)])[1]
+    names = (LOADER,) if loop.what == OWN_MODEL else (LOADER, OPTIMIZERS)
+    apart = outermost_named(step, lambda name: name.startswith(names))
     apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
-    return [
-        loop
-        for loop in loops(trace, step)
-        if ((work := _launched_from(trace, step, loop.starts[-1], loop.end)[1]) or not trace.work)
-        and not any(map(is_communication, work))
-        and not any(loop.starts[0] <= op.start < loop.starts[-1] for op in apart + updates * (loop.what != OWN_MODEL))
-        and not _recurs(step, loop)
-    ]
+    is_between = any(loop.starts[0] <= op.start < loop.starts[-1] for op in apart)
+    return bool(work or not trace.work) and not any(map(is_communication, work)) and not is_between
 
 
 def _recurs(step: Step, loop: Loop) -> bool:
@@ -290,6 +303,19 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     backward of its own, or if backward shows that none takes another one's result.
     """
     begins = [op.start for op in backward_begins(trace, step)]
+    for name, dim, dims, run in parts_in_turn(step):
+        own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
+        all_parts = len(run) == dims[dim] >= ALL_PARTS
+        if dim == 0 or (begins and own):
+            if name == COMPARES:
+                yield from _loop(run, "computes with what equals one of several values")
+            else:
+                least = ALL_PARTS if all_parts else MANY_PASSES
+                yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
+
+
+def parts_in_turn(step: Step) -> Iterator[tuple[str, int, tuple, list[Op]]]:
+    """Yield the calls that take one part of a tensor after the other, after their name, the dimension and the shape."""
     taken: dict[tuple, list[tuple[int, Op]]] = defaultdict(list)
     for op in step.named((*TAKES_A_PART, COMPARES).__contains__):
         dim, place = _part(op)
@@ -297,53 +323,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
             taken[op.track, op.name, dim, tuple(op.inputs.dims[0])].append((place, op))
     for (_, name, dim, dims), calls in taken.items():
         for run in _taken_in_turn(calls):
-            own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-            all_parts = len(run) == dims[dim] >= ALL_PARTS
-            if dim == 0 or (begins and (own or (all_parts and _apart_in_backward(trace, step, run)))):
-                if name == COMPARES:
-                    yield from _loop(run, "computes with what equals one of several values")
-                else:
-                    least = ALL_PARTS if all_parts else MANY_PASSES
-                    yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
-
-
-def _apart_in_backward(trace: Trace, step: Step, run: Sequence[Op]) -> bool:
-    """Return whether backward computes as much for each pass, with the same weights.
-
-    Such a pass gives no other one its result. A state's gradient would be added to another one in all passes but the
-    first or the last, or the first pass would need none, unless the state begins with something that needs gradients
-    and is computed before, or is joined to something that does. What a pass hands on without a gradient is detached,
-    picked, written in place, or comes from a layer without a backward. Only gradients of weights are added in all
-    passes but the last one, whose backward comes first.
-    """
-    nodes = _by_forward(trace, step)
-    if nodes and nodes[0][0] < run[0].start:
-        return False
-    ops = [op for op in step.outermost if op.track == run[0].track]
-    places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
-    places.append(2 * places[-1] - places[-2])
-    passes = ops[places[0] : places[-1]]
-    if places[-1] >= len(ops) or any(op.name in JOINS or PICKS(op.name) or HANDS_ON(op.name) for op in passes):
-        return False
-    shared = {str(op.inputs.dims[:1]) for op in step.named(GIVES_GRADIENT.__eq__)}
-    computed, kept = [], []
-    for one, two in pairwise(places):
-        inside = slice(*(bisect.bisect_left(nodes, ops[place].start, key=itemgetter(0)) for place in (one, two)))
-        below = [op for _, node in nodes[inside] for op in node.walk() if op.kind == "op"]
-        added = (op for op in below if op.name in ADDS and str(op.inputs.dims[:1]) in shared)
-        computed.append(Counter(op.name.rstrip("_") for op in below))
-        kept.append(computed[-1] - Counter(op.name.rstrip("_") for op in added))
-    alike = all(one == kept[0] for one in kept) and all(one == computed[0] for one in computed[:-1])
-    starts, layers = {begun for begun, _ in nodes}, (op for op in passes if TAKES_DATA(op.name))
-    have_backward = all(any(one.start in starts for one in op.walk()) for op in layers)
-    return alike and computed[0] != computed[-1] and have_backward
-
-
-@kept_by_step
-def _by_forward(trace: Trace, step: Step) -> list[tuple[int, Op]]:
-    """Return the start (ns) of each node's forward in this step, and the node, in this order."""
-    pairs = ((begun, node) for node in backward_nodes(step) for _, begun in forwards_of(trace, node))
-    return sorted((pair for pair in pairs if pair[0] >= step.start), key=itemgetter(0))
+            yield name, dim, dims, run
 
 
 def _over_tables(step: Step) -> Iterator[Loop]:
@@ -361,31 +341,38 @@ def _over_tables(step: Step) -> Iterator[Loop]:
 
 
 def _over_all_parts(step: Step) -> Iterator[Loop]:
-    """Yield the loops over the parts into which one op cuts a tensor: what is called first afterwards begins a pass.
+    """Yield the loops over the parts of the first dimension into which one op cuts a tensor.
 
     The passes launch about as much as each other.
     """
+    done = set()
+    for cut, dim, run in after_a_cut(step):
+        launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
+        if dim == 0 and cut.start not in done and min(launched) > 0 and max(launched) <= ALIKE * min(launched):
+            done.add(cut.start)
+            yield from _loop(run, f"computes with one of the {len(run):,} parts of a tensor")
+
+
+def after_a_cut(step: Step) -> Iterator[tuple[Op, int, list[Op]]]:
+    """Yield the ops that cut a tensor into parts, along which dimension, and what begins a pass for each of the parts.
+
+    That is the op that is called first afterwards, or only those of its calls that have its shapes: texts have other
+    lengths, and other ops of this name may follow the loop.
+    """
     cuts = list(step.named((*CUTS, "aten::split_with_sizes").__contains__))
     for op in cuts:
-        taken = (_part(below) for below in op.walk() if below.name in TAKES_A_PART)
-        parts = len({place for dim, place in taken if dim == 0 and place is not None})
-        if parts < MANY_PASSES or in_backward(op):
+        taken = {_part(below) for below in op.walk() if below.name in TAKES_A_PART}
+        dims, parts = {dim for dim, _ in taken}, sum(place is not None for _, place in taken)
+        if parts < MANY_PASSES or len(dims) > 1 or in_backward(op):
             continue
         again = (one.start for one in cuts if one.start > op.start and one.inputs.dims == op.inputs.dims)
         until = min(again, default=step.end)
         after = (one for one in step.outermost if one.track == op.track and op.end <= one.start < until)
         after = [one for one in after if one.name not in CUTS]
         alike = [one for one in after if one.name == after[0].name]
-        # Texts have other lengths, and other ops of this name may follow the loop.
         for firsts in (alike, [one for one in alike if one.inputs.dims == alike[0].inputs.dims]):
-            calls, more = divmod(len(firsts), parts)
-            if more or not calls:
-                continue
-            run = firsts[::calls]
-            launched = _launches(step, [(one.start, two.start) for one, two in pairwise(run)])
-            if min(launched) > 0 and max(launched) <= ALIKE * min(launched):
-                yield from _loop(run, f"computes with one of the {parts:,} parts of a tensor")
-                break
+            if firsts and len(firsts) % parts == 0:
+                yield op, *dims, firsts[:: len(firsts) // parts]
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
@@ -628,7 +615,7 @@ def double_batch(case: Case) -> Proposal | None:
         # Each sample of a loop has launches of its own, in backward, too, unless each pass has a model of its own.
         alike = [one for one in loops(case.trace, step) if one.what in HOW and one.what != OWN_CACHE]
         looped = [one for one in all_loops(case.trace, step) if not any(map(one.overlaps, alike))]
-        nodes = [_launched_from(case.trace, step, one.starts[0], one.end)[0] for one in looped]
+        nodes = [_launched_from(case.trace, step, [(one.starts[0], one.end)])[0] for one in looped]
         own += [(node.track, node.start, node.us) for node in {id(node): node for node in chain(*nodes)}.values()]
         spans += [(one.starts[0], one.end) for one in looped]
         turns += len(looped)

@@ -1,8 +1,6 @@
-"""Changes of a model that is not trained: KV caches, merged adapters, fewer logits, no autograd."""
+"""Changes of a model that is not trained: KV caches, no autograd."""
 
-import math
 from bisect import bisect_left
-from collections import Counter
 from itertools import chain
 
 from tracereader.changes import prices
@@ -12,69 +10,24 @@ from tracereader.changes.graphs import can_be_captured, long_runs
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import moving_us
 from tracereader.figures.attention import Pass, attention_calls, passes, queries_and_keys
-from tracereader.figures.avoidable import adapters
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import backward_nodes, left_gradients
 from tracereader.figures.training import unused_nodes
-from tracereader.findings.decoding import head_of_all
 from tracereader.findings.device_words import CUDA_OR_HIP
-from tracereader.findings.finding import counted, duration
+from tracereader.findings.finding import counted
 from tracereader.replay.changes import cuda_graph as as_cuda_graph
 from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Work
-from tracereader.trace.op_names import COPYING
 from tracereader.two_runs.faster import graphs_launched
 from tracereader.two_runs.same_work import (
-    LEFT,
     by_calls,
     halved,
-    is_of_rank,
-    on_the_gpu,
     same_heavy,
     same_products,
-    single_products,
 )
-from tracereader.two_runs.side import Side
 
 MANY_NODES = 16  # from so many ops on that autograd records for no backward, switching it off is worth a look
 STATIC = 'a cache of fixed size, such as StaticCache, and torch.compile(model, mode="reduce-overhead")'
-
-
-def _follows_last_logits(before: Side, after: Side) -> bool:
-    """The product with the vocabulary makes only the needed rows, and the number of products is the same."""
-    head, needed = head_of_all(before.summary)
-    if head is None:
-        return False
-    shapes = [one.product for one in single_products(after)]
-    now = [one for one in shapes if (one.k, one.n) == (head.product.k, head.product.n)]
-    return bool(now) and all(one.m <= needed for one in now) and same_products(before, after)
-
-
-@change(
-    "compute the logits of the last token only",
-    "the product takes the time of fewer rows",
-    followed=_follows_last_logits,
-)
-def last_logits(case: Case) -> Proposal | None:
-    head, needed = head_of_all(case.summary)
-    if head is None:
-        return None
-    shape, times = head.product, {}
-    for work, one, op in case.activities:
-        # The casts of the logits become shorter, too.
-        cast = op.inputs.dims_at(0) if op is not None and op.name in COPYING else None
-        if one is head or (cast and math.prod(cast) == shape.m * shape.n):
-            times[work] = one.us * needed / shape.m
-        if one is head and one.bytes_moved and case.peaks:
-            weight = one.bytes_moved * shape.k * shape.n / shape.elements
-            times[work] = min(one.us, max(times[work], moving_us(weight, case.peaks)))
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(times)),
-        f"the last product makes {shape.m:,} rows of {shape.n:,} logits in {duration(head.us)}; "
-        f"{counted(needed, 'row is', 'rows are')} needed",
-        "logits_to_keep=1 in transformers, or hidden[:, -1:] before the last layer",
-        assumed=True,
-    )
 
 
 def _without_left_gradients(case: Case) -> Proposal | None:
@@ -203,42 +156,3 @@ def _of_one_us(case: Case, one: GpuWork, tokens: int) -> float:
         if one.bytes_moved and case.peaks:
             least = max(least, moving_us(one.bytes_moved * shape.k * shape.n / shape.elements, case.peaks))
     return min(one.us, max(one.us / tokens, least))
-
-
-def _follows_merge_adapters(before: Side, after: Side) -> bool:
-    """Products of a small rank are gone, and the number and sizes of all other products are the same."""
-    some = [
-        single_products(side) if on_the_gpu(before, after) else side.summary.cpu.cpu_work for side in (before, after)
-    ]
-    was, now = (Counter(one.product for one in each if one.product and one.product.batch == 1) for each in some)
-    of_rank, left = (sum(count for one, count in each.items() if is_of_rank(one)) for each in (was, now))
-    others = [{one: count for one, count in each.items() if not is_of_rank(one)} for each in (was, now)]
-    return left <= LEFT * of_rank and left < of_rank and others[0] == others[1]
-
-
-@change(
-    "merge the adapters' weights",
-    "the adapters do not change between the steps",
-    followed=_follows_merge_adapters,
-    on_cpu=True,
-)
-def merge_adapters(case: Case) -> Proposal | None:
-    """Propose to add the weights of low-rank adapters to those of their layers."""
-    if case.trace.trains:
-        return None
-    merged, typical = case.in_each_step(adapters)
-    if not typical:
-        return None
-    found = [one for some in merged for one in some]
-    spans = [(layer.track, layer.end, ops[-1].end) for layer, ops in found]
-    spans += [(layer.track, ops[0].start, layer.start) for layer, ops in found if ops[0].start < layer.start]
-    spared = [op for _, ops in typical for op in ops]
-    if case.trace.work:
-        spent = f"{duration(sum(one.us for op in spared for one in op.work_below()))} of GPU work"
-    else:
-        spent = f"{duration(sum(op.us for op in spared))} of the step"
-    return Proposal(
-        without_ops(without_cpu_time(case.graph, spans), [op for _, ops in found for op in ops]),
-        f"{counted(len(typical), 'layer has', 'layers have')} a low-rank adapter beside the weight: {spent}",
-        "merge the adapters once before the steps: merge_and_unload() in peft, or weight += scale * b @ a",
-    )

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +12,7 @@ from tracereader.figures.sizes import product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
-from tracereader.trace.op_names import ADDS, COPYING, LINEAR, MATMULS, SDPA_MATH
+from tracereader.trace.op_names import COPYING, MATMULS, SDPA_MATH
 from tracereader.trace.types import dtype_of
 
 # Ops that make a tensor of constants.
@@ -22,22 +21,12 @@ MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_o
 MASK_OPS = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "unsqueeze", "expand", "as_strided")
 # Ops around a product that only dispatch to it.
 DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
-BESIDE_ADAPTERS = ("aten::mul", "aten::mul_", "aten::div", "aten::to", "aten::dropout", "aten::view", "aten::reshape")
-LARGEST_RANK, LOWER = 256, 4
 # Activations of fewer bytes are not offloaded. Some ops copy small inputs to the CPU, such as the lengths of ctc_loss.
 OFFLOADED_BYTES = 1 << 20
 # cuDNN's attention builds a plan for each shape that is new to the process. Such a call takes the CPU 34 ms beside an
 # H200, 73 ms beside an H100 and 440 ms beside a B200 (github.com/modelscope/FunASR, issue 3704). Any other call takes
 # 0.05 to 0.2 ms while the profiler records, and does not reach this time (µs) even on a CPU that is much slower.
 CUDNN_ATTENTION, PLAN_US = "_cudnn_attention", 5_000
-
-
-class _Linear(NamedTuple):
-    """The sizes of a product with a weight: the rows and columns of its input, and the columns of its result."""
-
-    rows: int
-    inputs: int
-    outputs: int
 
 
 class HiddenCopy(msgspec.Struct, frozen=True):
@@ -113,58 +102,6 @@ def _clone_of(op: Op) -> Op | None:
             given, made = op.inputs.dims[:1], child.inputs.dims[:1]
             return None if given and made and math.prod(made[0]) > math.prod(given[0]) else clone
     return None
-
-
-def adapters(step: Step) -> list[tuple[Op, list[Op]]]:
-    """Return for each low-rank adapter the product of its layer, and the ops that its own product takes.
-
-    layer(x) + scale * b(a(x)) becomes one product if b @ a is added to the layer's weight. Between the three products
-    and the addition there are only casts, views, dropout and scaling. Needs recorded shapes.
-    """
-    found, tops = [], [op for op in step.outermost if op.kind == "op"]
-    for place, op in enumerate(tops):
-        added = op.inputs.dims[:2] if op.name in ADDS else []
-        if len(added) < 2 or added[0] != added[1] or len(products := _products_before(tops, place)) < 3:
-            continue
-        first, middle, last = products
-        sizes, elements = {one: _linear(tops[one]) for one in products}, math.prod(added[0])
-        for layer, down, up in ((first, middle, last), (last, first, middle)):
-            if _adapts(sizes[layer], sizes[down], sizes[up], elements):
-                found.append((tops[layer], [one for one in tops[first : place + 1] if one is not tops[layer]]))
-                break
-    return found
-
-
-def _products_before(tops: Sequence[Op], place: int) -> list[int]:
-    """Return the places of the last three products before this place, with only what an adapter does between them."""
-    found: list[int] = []
-    while place > 0 and len(found) < 3:
-        place -= 1
-        if tops[place].name in LINEAR:
-            found.insert(0, place)
-        elif tops[place].name not in BESIDE_ADAPTERS:
-            break
-    return found
-
-
-def _linear(op: Op) -> _Linear | None:
-    """Return the sizes of a product with a weight; None if it is none."""
-    dims = op.inputs.dims[op.name == "aten::addmm" :][:2]  # its bias comes first
-    if len(dims) < 2 or len(dims[1]) != 2:
-        return None
-    *rows, size = dims[0]
-    inputs, outputs = reversed(dims[1]) if op.name == "aten::linear" else dims[1]
-    return _Linear(math.prod(rows), inputs, outputs) if size == inputs else None
-
-
-def _adapts(layer: _Linear | None, down: _Linear | None, up: _Linear | None, elements: int) -> bool:
-    """Return whether the products are a layer's and its low-rank adapter's. elements: of the sum of both results."""
-    if layer is None or down is None or up is None:
-        return False
-    rank = down.outputs
-    is_low = rank <= LARGEST_RANK and LOWER * rank <= min(layer.inputs, layer.outputs)
-    same = down == (layer.rows, layer.inputs, rank) and up == (layer.rows, rank, layer.outputs)
-    return is_low and same and elements == layer.rows * layer.outputs
 
 
 def offloading(step: Step) -> list[Op]:

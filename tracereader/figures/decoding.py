@@ -1,28 +1,18 @@
 """A language model's step: the bytes that it reads, its stored facts, and work that may be unnecessary."""
 
-import math
-import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.attention import ATTENTION
-from tracereader.figures.gpu_work import GpuWork, launch_args
+from tracereader.figures.gpu_work import launch_args
 from tracereader.figures.hardware import common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
 from tracereader.trace.grouped import grouped
-from tracereader.trace.op_names import COPYING, SDPA
 from tracereader.trace.types import dtype_of
 
-# Ops that write an expanded tensor out, and ops that are attention or its first product.
-WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
-ATTENDS = frozenset((SDPA, "aten::matmul", *ATTENTION))
-# Inductor's kernel that writes an expanded tensor out. Its name lists the ops that it fuses.
-EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_dot_product|sdpa|attention))", re.S)
 # Share of a step's time in which the GPU is busy. Below it the GPU waits for the CPU, however unevenly the steps begin.
 # In the H200's traces, compiled decoding keeps the GPU busy for 8%, eager for 12%, one graph per step for 89 to 99%.
 MUCH_BUSY = 0.5
@@ -75,28 +65,20 @@ class Decoding(msgspec.Struct, frozen=True):
 class LanguageModel(msgspec.Struct, frozen=True):
     """The reads and repetitions of a language model's step, and work that it may not need.
 
-    decoding: None if the run did not store what a step reads. expanded: the number of copies that write keys and values
-    out for each query head that shares them, before attention. weight_casts: the number of casts of a layer's weight or
-    bias; needs recorded shapes. logits_kept: the number of rows kept of the last product's result, if not all of them
-    are; needs recorded shapes. same_in_all_steps: see same_in_all_steps().
+    decoding: None if the run did not store what a step reads. weight_casts: the number of casts of a layer's weight or
+    bias; needs recorded shapes. same_in_all_steps: see same_in_all_steps().
     """
 
     decoding: Decoding | None
-    expanded: int
     weight_casts: int
-    logits_kept: int | None
     same_in_all_steps: bool | None
 
 
-def language_model(
-    limits: Decoding | None, counted: Sequence[Step], step: Step, measured: Sequence[GpuWork]
-) -> LanguageModel:
-    """Return the figures of the reported step. counted: all measured steps. measured: the step's GPU work."""
+def language_model(limits: Decoding | None, counted: Sequence[Step], step: Step) -> LanguageModel:
+    """Return the figures of the reported step. counted: all measured steps."""
     return LanguageModel(
         decoding=limits,
-        expanded=sum(len(work) for _, work in expanded(step)) or len(expanded_by_inductor(measured)),
         weight_casts=sum(len(work) for _, work in weight_casts(step)),
-        logits_kept=_logits_kept(step, measured),
         same_in_all_steps=same_in_all_steps(counted),
     )
 
@@ -199,84 +181,9 @@ def _cast_below(op: Op) -> list[Work]:
     return [one for one in _copies(op) if one.kind == "kernel"]
 
 
-def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
-    """Return the number of rows kept of the last product's result, if nothing but a cast reads all of them."""
-    asked = zip(step.asking, measured, strict=True)
-    products = [(op, one.product) for op, one in asked if one.product and op is not None]
-    if not products:
-        return None
-    last, shape = products[-1]
-    taken, kept, end = False, None, last.end
-    for op in [op for op in step.walk() if op.start >= end and op.kind == "op"]:
-        dims = op.inputs.dims_at(0)
-        if not dims or dims[-1] != shape.n:
-            continue
-        rows = math.prod(dims[:-1])
-        if taken and rows < shape.m:
-            kept = max(rows, kept or 0)
-        elif rows == shape.m and op.name in TAKES_A_PART:
-            taken = True
-        elif rows == shape.m and op.name not in COPYING and any(call.work for call in op.children):
-            return None
-    return kept
-
-
-def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
-    """Return the ops of a step that write keys and values out for each query head, with the copies that each makes."""
-    found = []
-    for siblings in _around_attention(step):
-        pending: list[tuple[Op, list[Work]]] = []
-        expand = None
-        for op in siblings:
-            name = op.name
-            if name == "aten::expand":
-                expand = op
-            elif expand is not None:
-                dims = expand.inputs.dims_at(0)
-                # [batch, heads, 1, keys, size], as far as shapes were recorded.
-                shares = dims is None or (len(dims) == 5 and dims[2] == 1)
-                if name in WRITES_OUT and shares and (copies := _copies(op)):
-                    pending.append((op, copies))
-                expand = None
-            if name in ATTENDS:
-                found += pending if len(pending) == 2 else []
-                pending = []
-    return found
-
-
-def _around_attention(step: Step) -> Iterator[Sequence[Op]]:
-    """Yield the calls beside each attention, in the order of the calls that make them."""
-    attends = step.named(ATTENDS.__contains__)
-    if attends:
-        yield step.roots
-    parents = {id(op.parent): op.parent.name for op in attends if op.parent is not None}
-    for op in step.named(set(parents.values()).__contains__):
-        if id(op) in parents and len(op.children) > 1 and op.name not in ATTENDS:
-            yield op.children
-
-
 def _copies(op: Op) -> list[Work]:
     """Return the copies that the op's clone launched: aten::reshape, clone, copy_, the launch."""
     below = [op]
     for _ in range(3):
         below = [child for one in below for child in one.children]
     return [work for one in below for work in one.work if one.kind == "runtime"]
-
-
-def expanded_by_inductor(measured: Sequence[GpuWork]) -> list[int]:
-    """Return the positions of Inductor's kernels that write out expanded keys and values.
-
-    Such a kernel expands and clones, and runs twice in a row before each attention kernel. Empty if some attention has
-    no such pair.
-    """
-    found: list[int] = []
-    pair: tuple[int, ...] = ()
-    for place, (before, one) in enumerate(pairwise(measured), 1):
-        if EXPANDS.match(one.name) and before.name == one.name and before.grid == one.grid:
-            pair = (place - 1, place)
-        elif one.family == "attention" != before.family:
-            if not pair:
-                return []
-            found += pair
-            pair = ()
-    return found

@@ -104,6 +104,13 @@ def forwards_of(trace: Trace, node: Op) -> Iterator[tuple]:
 
 
 @kept_by_step
+def nodes_by_forward(trace: Trace, step: Step) -> list[tuple[int, Op]]:
+    """Return the start (ns) of each node's forward in this step, and the node, in this order."""
+    pairs = ((begun, node) for node in backward_nodes(step) for _, begun in forwards_of(trace, node))
+    return sorted((pair for pair in pairs if pair[0] >= step.start), key=itemgetter(0))
+
+
+@kept_by_step
 def backward_begins(trace: Trace, step: Step) -> list[Op]:
     """Return the first node of each backward pass of a step.
 

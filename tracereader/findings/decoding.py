@@ -2,7 +2,6 @@
 
 from tracereader.figures import Summary
 from tracereader.figures.decoding import Decoding
-from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.finding import counted, duration, size, tokens_s
 
 MUCH_READING = 0.2  # if matrix products take this share of a step, their rate of reading weights is reported
@@ -63,23 +62,3 @@ def _products(summary: Summary) -> list[str]:
         f"matrix products take {duration(us)} of a step and read the weights at {read / us / 1e6:.2f} TB/s, "
         f"{read / us / 1e3 / found.gb_s:.0%} of that bandwidth"
     ]
-
-
-def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
-    """Return the product that makes the logits of all tokens, and the number of rows that the step needs.
-
-    The product is None if the step has none. A prefill needs the logits of each sequence's last token. In other steps
-    the ops after the product show which rows are kept.
-    """
-    facts = summary.llm.decoding and summary.llm.decoding.facts
-    phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
-    needed = (facts.batch if facts else 1) if phase == "prefill" else summary.llm.logits_kept
-    products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
-    if not needed or len(products) < 3:
-        return None, 0
-    head = max(products, key=lambda one: one.product.n)
-    rows = [one.product.m for one in products if one is not head]
-    # The head has as many rows as the layers, one for each token. One row for each sequence would be enough.
-    if head is not products[-1] or head.product.m != max(rows) or head.product.m <= needed:
-        return None, 0
-    return head, needed

@@ -14,7 +14,6 @@ SELECTS = "aten::nonzero"
 NEED_THE_SIZE = ("aten::unique", "aten::_unique", "aten::_coalesce", "aten::_to_sparse")
 SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
 ADDS = ("aten::add", "aten::add_")
-LINEAR = ("aten::linear", "aten::matmul", "aten::addmm")
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
 BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"

@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tracereader.figures.attention import ATTENTION
-from tracereader.figures.avoidable import LARGEST_RANK, LOWER
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.sizes import Product
 from tracereader.trace.families import HEAVY
 from tracereader.trace.grouped import totals
 from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
@@ -37,11 +35,6 @@ def halved(figure: Callable[[Side], float], *same: Judge) -> Judge:
 def us_of(wanted: Callable[[GpuWork], bool]) -> Callable[[Side], float]:
     """Return the figure that is the time (µs) of a step's GPU activities of some kind."""
     return lambda side: sum(one.us for one in side.summary.gpu_work if wanted(one))
-
-
-def is_of_rank(one: Product) -> bool:
-    """Return whether a product has few rows of a weight or few columns, as those of a low-rank adapter have."""
-    return min(one.k, one.n) <= LARGEST_RANK and LOWER * min(one.k, one.n) <= max(one.k, one.n)
 
 
 def the_same_work(before: Side, after: Side) -> bool:
