@@ -1321,21 +1321,23 @@ def test_a_numbered_scripts_step_is_recorded_as_in_its_own_trace(tmp_path, scrip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", ["03_simple_mlp.py", "04_a_naive_attention.py", "06_training.py"])
-def test_a_numbered_scripts_step_takes_as_long_as_alone(tmp_path, script):
-    """These are steps that the GPU limits: those of the other rungs vary by a fifth between two runs alone.
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [("03_simple_mlp.py", ["--batch", "512"]), ("04_a_naive_attention.py", []), ("06_training.py", [])],
+)
+def test_a_numbered_scripts_step_takes_as_long_as_alone(tmp_path, script, flags):
+    """These are steps that the GPU limits: others vary from run to run, those of rung 3's usual size by 6%.
 
-    The step alone is measured before and after, because a lent machine's speed changes within minutes: a step of rung 3
-    took 264 and 250 µs.
+    The step alone is measured before and after, because a lent machine's speed changes within minutes.
     """
 
     def alone_us():
         env = {**os.environ, "RUNG_SECONDS": "3"}
-        found = subprocess.run(plain(script), cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+        found = subprocess.run(plain(script, *flags), cwd=ROOT, env=env, check=True, capture_output=True, text=True)
         return float(found.stdout.split()[-1])
 
     before_us = alone_us()
-    recorded_us = of_a_numbered_script(tmp_path, script)["unprofiled_step_us"]
+    recorded_us = of_a_numbered_script(tmp_path, script, *flags)["unprofiled_step_us"]
     least, most = sorted((before_us, alone_us()))
     assert 0.95 * least <= recorded_us <= 1.05 * most
 
