@@ -27,6 +27,7 @@ from tracereader.changes.equal_passes import (
 )
 from tracereader.changes.opportunity import Proposal
 from tracereader.figures.phases import backward_begins, nodes_by_forward
+from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Trace, start_of
 from tracereader.trace.op_names import TAKES_A_PART
 
@@ -89,7 +90,11 @@ def _outside(case: Case, part: Callable[[Passes], tuple[int, int] | None], what:
         for passes in () if allowed(case.trace, step) else all_passes(case.trace, step):
             if places := part(passes):
                 ends = tuple(one[places[1] - 1].end for one in passes.ops)
-                one = Loop(tuple(one[places[0]].start for one in passes.ops), ends[-1], what, ends)
+                ops = passes.ops[1][slice(*places)]
+                layer = next(filter(_is_layer, ops))
+                sizes = " x ".join(f"{size:,}" for size in _shapes(layer)[0])
+                which = f"{what} ({counted(len(ops), 'op')}, with {layer.name} of {sizes})"
+                one = Loop(tuple(one[places[0]].start for one in passes.ops), ends[-1], which, ends)
                 kept += [one] * (is_allowed(case.trace, step, one) and not any(map(one.overlaps, kept)))
         return kept
 
