@@ -67,7 +67,6 @@ HOW = {
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
-ADDS = ("aten::add", "aten::add_")
 IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
@@ -300,7 +299,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     """Yield the loops that take one part of a tensor after the other.
 
     The parts are those of the first dimension, as samples are. Other ones, such as times, count if each pass has a
-    backward of its own, or if backward shows that none takes another one's result.
+    backward of its own; see outside_a_loop.py for those that share one.
     """
     begins = [op.start for op in backward_begins(trace, step)]
     for name, dim, dims, run in parts_in_turn(step):

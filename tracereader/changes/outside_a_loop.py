@@ -115,7 +115,7 @@ def all_passes(trace: Trace, step: Step) -> Iterator[Passes]:
         ops = [op for op in step.outermost if op.kind == "op" and op.track == run[0].track and op.name != "aten::to"]
         places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
         passes = [ops[begin:end] for begin, end in pairwise([*places, 2 * places[-1] - places[-2]])]
-        if all(_stays(step, op, nodes) for one in passes[1:-1] for op in one):
+        if all(_stays(op, nodes) for one in passes[1:-1] for op in one):
             yield Passes(passes, nodes)
 
 
@@ -126,8 +126,8 @@ def _backward(op: Op, nodes: Nodes) -> list[tuple[str, object]]:
     return [(one.name, one.inputs.concrete[-1:] if one.name.endswith("_backward") else None) for one in ops]
 
 
-def _stays(step: Step, op: Op, nodes: Nodes) -> bool:
-    """Return whether an op hands nothing on without a gradient, or computes only with data."""
+def _stays(op: Op, nodes: Nodes) -> bool:
+    """Return whether an op may not hand a state on without a gradient, as one that leaves autograd or is frozen may."""
     if LEAVES(op.name):
         return bool(MAKES_ITS_OWN(op.name))
     return _has_backward(op, nodes) or not LAYERS(op.name)
