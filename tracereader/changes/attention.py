@@ -19,14 +19,7 @@ from tracereader.figures.steps import self_us
 from tracereader.figures.unfused import on_the_cpu
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.replay.changes import (
-    fused,
-    spans_of,
-    with_cpu_time,
-    with_durations,
-    without_cpu_time,
-    without_ops,
-)
+from tracereader.replay.changes import fused, spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import FUSABLE, HEAVY
 from tracereader.trace.grouped import grouped, totals

@@ -22,13 +22,7 @@ from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.attention import attention_calls, keys_grow_in_place
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import (
-    backward_begins,
-    backward_nodes,
-    forwards_of,
-    in_backward,
-    kept_by_step,
-)
+from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
 from tracereader.figures.places import NUMBER
 from tracereader.figures.steps import outermost_named
 from tracereader.findings.finding import duration
@@ -251,6 +245,7 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
     return spans + [(run[0].track, run[0].start, run[-1].end) for run in in_turn], nodes, work
 
 
+@kept_by_step
 def allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
 

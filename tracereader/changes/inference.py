@@ -19,12 +19,7 @@ from tracereader.replay.changes import cuda_graph as as_cuda_graph
 from tracereader.replay.changes import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Work
 from tracereader.two_runs.faster import graphs_launched
-from tracereader.two_runs.same_work import (
-    by_calls,
-    halved,
-    same_heavy,
-    same_products,
-)
+from tracereader.two_runs.same_work import by_calls, halved, same_heavy, same_products
 
 MANY_NODES = 16  # from so many ops on that autograd records for no backward, switching it off is worth a look
 STATIC = 'a cache of fixed size, such as StaticCache, and torch.compile(model, mode="reduce-overhead")'

@@ -9,7 +9,7 @@ import bisect
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from tracereader.changes.equal_passes import (
     parts_in_turn,
 )
 from tracereader.changes.opportunity import Proposal
-from tracereader.figures.phases import backward_begins, nodes_by_forward
+from tracereader.figures.phases import backward_begins, kept_by_step, nodes_by_forward
 from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Trace, start_of
 from tracereader.trace.op_names import TAKES_A_PART
@@ -94,21 +94,23 @@ def _outside(case: Case, part: Callable[[Passes], tuple[int, int] | None], what:
                 layer = next(filter(_is_layer, ops))
                 sizes = " x ".join(f"{size:,}" for size in _shapes(layer)[0])
                 which = f"{what} ({counted(len(ops), 'op')}, with {layer.name} of {sizes})"
-                one = Loop(tuple(one[places[0]].start for one in passes.ops), ends[-1], which, ends)
-                kept += [one] * (is_allowed(case.trace, step, one) and not any(map(one.overlaps, kept)))
+                loop = Loop(tuple(one[places[0]].start for one in passes.ops), ends[-1], which, ends)
+                if is_allowed(case.trace, step, loop) and not any(map(loop.overlaps, kept)):
+                    kept.append(loop)
         return kept
 
     in_steps, typical = case.in_each_step(found)
     return all_in_one(case, in_steps, typical, how) if typical else None
 
 
-def all_passes(trace: Trace, step: Step) -> Iterator[Passes]:
-    """Yield the passes of the loops that take a part of a tensor each, and hand on only what needs a gradient."""
+@kept_by_step
+def all_passes(trace: Trace, step: Step) -> list[Passes]:
+    """Return the passes of the loops that take a part of a tensor each, and hand on only what needs a gradient."""
     in_order, begins, nodes = nodes_by_forward(trace, step), backward_begins(trace, step), defaultdict(list)
     for begun, node in in_order:
         if not node.name.endswith(CAST_BACKWARD):
             nodes[begun].append(node)
-    runs = chain((run for *_, run in parts_in_turn(step)), (run for *_, run in after_a_cut(step)))
+    found, runs = [], chain((run for *_, run in parts_in_turn(step)), (run for *_, run in after_a_cut(step)))
     for run in {run[0].start: run for run in runs}.values():
         if len(run) < MANY_PASSES or not nodes or any(run[0].start < one.start < run[-1].start for one in begins):
             continue
@@ -116,7 +118,8 @@ def all_passes(trace: Trace, step: Step) -> Iterator[Passes]:
         places = [bisect.bisect_left(ops, op.start, key=start_of) for op in run]
         passes = [ops[begin:end] for begin, end in pairwise([*places, 2 * places[-1] - places[-2]])]
         if all(_stays(op, nodes) for one in passes[1:-1] for op in one):
-            yield Passes(passes, nodes)
+            found.append(Passes(passes, nodes))
+    return found
 
 
 def _backward(op: Op, nodes: Nodes) -> list[tuple[str, object]]:
@@ -241,10 +244,8 @@ def _is_apart(part: Sequence[Op], rest: Sequence[Op], nodes: Nodes) -> bool:
         others += [shape for shape in shapes if not is_factor or math.prod(shape) == most]
     sizes = {math.prod(shape) for shape in others}
     starts = {(len(shape), shape[:2]) for shape in others}
-    for op in part:
-        if _shapes(op) and not MAKES_A_LOSS(op.name) and op.name not in TAKES_A_PART:
-            result = _result(op)
-            known = (len(_shapes(op)[0]), result) in starts if CONVOLVES(op.name) else math.prod(result) in sizes
-            if known:
-                return False
-    return True
+    return not any(
+        (len(_shapes(op)[0]), _result(op)) in starts if CONVOLVES(op.name) else math.prod(_result(op)) in sizes
+        for op in part
+        if _shapes(op) and not MAKES_A_LOSS(op.name) and op.name not in TAKES_A_PART
+    )
