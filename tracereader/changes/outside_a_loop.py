@@ -93,7 +93,7 @@ def _outside(case: Case, part: Callable[[Passes], tuple[int, int] | None], what:
                 ops = passes.ops[1][slice(*places)]
                 layer = next(filter(_is_layer, ops))
                 sizes = " x ".join(f"{size:,}" for size in _shapes(layer)[0])
-                which = f"{what} ({counted(len(ops), 'op')}, with {layer.name} of {sizes})"
+                which = f"{what} ({counted(len(ops), 'op')}; the first layer is {layer.name} with an input of {sizes})"
                 loop = Loop(tuple(one[places[0]].start for one in passes.ops), ends[-1], which, ends)
                 if is_allowed(case.trace, step, loop) and not any(map(loop.overlaps, kept)):
                     kept.append(loop)
