@@ -49,7 +49,7 @@ class Pair(msgspec.Struct, frozen=True):
     measurement. measured_from_us, measured_us: the step before and after the change. promised: the share of the step
     that the report says is saved; 0 without a proposal. low, high: the printed range of that share; None if one number
     is printed. blind: the range that is printed if the step without the profiler is not known and the CPU limits it;
-    None for other steps. elsewhere: the share that it saved in another measurement without a trace (record.py --again).
+    None for other steps. others: the shares that other comparisons show, see shares_of_processes().
     """
 
     before: str
@@ -66,7 +66,7 @@ class Pair(msgspec.Struct, frozen=True):
     low: float | None = None
     high: float | None = None
     blind: tuple[float, float] | None = None
-    elsewhere: float | None = None
+    others: tuple[float, ...] = ()
 
     @property
     def is_predicted(self) -> bool:
@@ -85,12 +85,12 @@ class Pair(msgspec.Struct, frozen=True):
     @property
     def least_saved(self) -> float:
         """Return the saving that all measurements show."""
-        return self.saved if self.elsewhere is None else min(self.saved, self.elsewhere)
+        return min(self.saved, *self.others) if self.others else self.saved
 
     @property
     def most_saved(self) -> float:
         """Return the largest saving that a measurement shows."""
-        return self.saved if self.elsewhere is None else max(self.saved, self.elsewhere)
+        return max(self.saved, *self.others) if self.others else self.saved
 
     @property
     def as_printed(self) -> bool:
@@ -248,12 +248,26 @@ def of_folder(folder: Path) -> dict[str, list[Pair]]:
             one = next((x for x in proposed if x.change == row["proposal"]), None)
             name = f"{program}/{variant}"
             # A variant that was recorded later has a base of its own, in "base_runs".
-            own = step_us({"runs": row["base_runs"], "served": 1}) if "base_runs" in row else base
-            pair = _pair(f"{program}/base", name, row["proposal"], (own, us), proposed, one, blind)
-            some.append((row, msgspec.structs.replace(pair, elsewhere=row.get("elsewhere"))))
+            first = {"runs": row["base_runs"], "served": 1} if "base_runs" in row else variants["base"]
+            pair = _pair(f"{program}/base", name, row["proposal"], (step_us(first), us), proposed, one, blind)
+            some.append((row, msgspec.structs.replace(pair, others=shares_of_processes(first, row))))
         for (row, _), pair in zip(some, ranked([pair for _, pair in some]), strict=True):
             pairs["fitted" if row.get("fitted") else "unfitted"].append(pair)
     return pairs
+
+
+def shares_of_processes(base: dict, row: dict) -> tuple[float, ...]:
+    """Return the saved share of the step between each process of base and each of a variant, and one from elsewhere.
+
+    The fastest block of steps of each process is compared. Other programs on the machine make a step on the CPU up to
+    twice as long for minutes, so that medians of two processes differ by 20% where the same code runs. The share from
+    elsewhere is of another measurement without a trace (record.py --again).
+    """
+    before, after = (
+        [run.get("lowest_us", run["median_us"]) / one.get("served", 1) for run in one["runs"]] for one in (base, row)
+    )
+    found = [1 - now / then for then in before for now in after]
+    return (*found, row["elsewhere"]) if "elsewhere" in row else tuple(found)
 
 
 ROWS = (
@@ -267,8 +281,11 @@ ROWS = (
     ("rank correlation of predicted and measured savings", "{rank_correlation:.2f}"),
     ("measured saving in the printed range or within 10 points", "{as_printed} of {predicted}"),
     ("the same in the range where the CPU limits an unknown step", "{in_blind_range} of {blind}"),
-    ("promised 5% or more, measured less than 2%", "{promises_not_kept} of {promises}"),
-    ("measured 5% or more with a known change, not proposed", "{savings_not_proposed} of {savings_with_a_proposal_id}"),
+    ("promised 5% or more, less than 2% in each comparison of processes", "{promises_not_kept} of {promises}"),
+    (
+        "5% or more in each comparison, with a known change, not proposed",
+        "{savings_not_proposed} of {savings_with_a_proposal_id}",
+    ),
     ("best measured change is the first proposal", "{best_is_first} of {recordings_with_several_changes}"),
     ("it is the first of the measured proposals", "{best_is_first_of_measured} of {recordings_with_several_changes}"),
 )

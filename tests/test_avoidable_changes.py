@@ -20,7 +20,6 @@ from tracereader.two_runs import compare
 
 TESTS = OTHERS[0].parent
 LLM = H200 / "05_llm"
-AUTOTUNED = H200 / "01_matmul_add/4096_bf16_warm_compile_max-autotune.json.gz"
 MLP_COMPILED = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_compile.json.gz"
 # The share of an H200's bandwidth that a kernel reaches if it only reads.
 GB_S = 0.85 * 4800
@@ -66,17 +65,6 @@ def proposed(case):
     return {one.change: one for one in opportunities(case.trace, case.summary)}
 
 
-def test_removing_copies_into_a_cuda_graph_saves_their_time_in_a_gpu_bound_step(case_of):
-    events = slices(raw(AUTOTUNED))
-    marks = raw_steps(events)
-    copies = [e for e in inside(events, marks[1]) if e["name"] == "aten::_foreach_copy_"]
-    us = sum(work["dur"] for copy in copies for work in launched(events, copy))
-    assert us > 20
-    one = proposed(case_of(AUTOTUNED))["static_inputs"]
-    assert one.basis == "replay" and one.saves_us == pytest.approx(us, rel=0.15)
-    assert "static_inputs" not in proposed(case_of(H200 / "01_matmul_add/4096_bf16_warm_compile.json.gz"))
-
-
 def test_skipping_guards_saves_most_of_the_lookups_in_an_overhead_bound_step(case_of):
     path = LLM / "1x512_bf16_warm_compile_gqa_tune_max-autotune.json.gz"
     events = slices(raw(path))
@@ -113,12 +101,6 @@ def test_of_two_steps_the_evidence_for_skipped_guards_is_of_the_first(case_of):
     case = case_of(path, of_two_steps)
     assert len(case.summary.steps) == 2 and case.step.name == first["name"] and us < longer
     assert f"{us:,.1f} µs of CPU time in the median step" in proposed(case)["skip_guards"].evidence
-
-
-def test_a_cuda_graphs_inputs_are_written_into_its_own_tensors(case_of):
-    """A run with torch 2.11 copied an input after torch._dynamo.mark_static_address(tensor) as before."""
-    how = proposed(case_of(AUTOTUNED))["static_inputs"].how
-    assert "torch.cuda.graph" in how and "mark_static_address" not in how
 
 
 def test_skipping_guards_saves_nothing_in_a_gpu_bound_step(case_of):
@@ -515,10 +497,7 @@ def test_a_comparison_sees_that_plans_or_a_growing_cache_are_gone(before, change
     )
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["static_inputs", "skip_guards", pytest.param("cast_weights", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("change", ["skip_guards", pytest.param("cast_weights", marks=pytest.mark.exhaustive)])
 def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
     """An edited copy of the trace makes each change. The comparison in the other direction does not show it."""
 
@@ -530,15 +509,6 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
         file = tmp_path / "edited.json"
         file.write_text(json.dumps(document))
         return compare.Side(summarize(read(file)))
-
-    def without_copies(document):
-        events = slices(document)
-        copies = [e for e in events if e["name"] == "aten::_foreach_copy_"]
-        gone = {e["args"]["correlation"] for copy in copies for e in launched(events, copy)}
-        document["traceEvents"] = [
-            e for e in document["traceEvents"]
-            if e["name"] != "aten::_foreach_copy_" and e.get("args", {}).get("correlation") not in gone
-        ]  # fmt: skip
 
     def quick_lookups(document):
         for e in document["traceEvents"]:
@@ -553,7 +523,6 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
         document["traceEvents"] = [e for e in document["traceEvents"] if id(e) not in gone]
 
     edits = {
-        "static_inputs": (AUTOTUNED, None, without_copies),
         "skip_guards": (MLP_COMPILED, None, quick_lookups),
         "cast_weights": (AUTOCAST, forward_alone, without_weight_casts),
     }

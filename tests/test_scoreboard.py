@@ -78,11 +78,24 @@ def test_a_recordings_best_change_is_that_of_all_its_pairs_also_where_only_some_
 
 def test_a_saving_counts_only_if_another_machine_shows_it_too():
     """Two measurements of one step may differ by a tenth because of other programs on the machine."""
-    found = scores(ranked([pair(0.2, None, change="x", elsewhere=0.0), pair(0.1, 0.1, 1, change="y", elsewhere=0.08)]))
+    found = scores(ranked([pair(0.2, None, change="x", others=(0.0,)), pair(0.1, 0.1, 1, change="y", others=(0.08,))]))
     assert (found["savings_with_a_proposal_id"], found["savings_not_proposed"]) == (1, 0)
     assert found["best_is_first"] == found["recordings_with_several_changes"] == 1
-    assert scores([pair(0.0, 0.3, elsewhere=0.1), pair(0.0, 0.3, elsewhere=-0.1)])["promises_not_kept"] == 1
-    assert scores([pair(0.3, 0.3, elsewhere=0.0)])["promises_not_kept"] == 0
+    assert scores([pair(0.0, 0.3, others=(0.1,)), pair(0.0, 0.3, others=(-0.1,))])["promises_not_kept"] == 1
+    assert scores([pair(0.3, 0.3, others=(0.0,))])["promises_not_kept"] == 0
+
+
+def test_medians_that_differ_by_other_programs_on_the_machine_are_no_saving():
+    """The fastest steps of all four processes take as long, while their medians differ by 30%."""
+    base = {"runs": [{"median_us": 150.0, "lowest_us": 100.0}, {"median_us": 130.0, "lowest_us": 101.0}]}
+    row = {"runs": [{"median_us": 200.0, "lowest_us": 198.0}, {"median_us": 190.0, "lowest_us": 188.0}], "served": 2}
+    found = scoreboard.shares_of_processes(base, row)
+    assert sorted(found) == pytest.approx(sorted(1 - now / then for now in (99, 94) for then in (100, 101)))
+    assert scoreboard.shares_of_processes(base, {**row, "elsewhere": -0.2})[-1] == -0.2
+    without = {"runs": [{"median_us": 50.0}]}  # where the fastest steps were not kept, medians stand for them
+    assert scoreboard.shares_of_processes(without, without) == (0.0,)
+    one = pair(0.3, None, change="x", others=found)
+    assert (one.least_saved, one.most_saved) == pytest.approx((0.01, 0.3))
 
 
 def test_changes_without_a_proposal_id_are_never_the_best_one():

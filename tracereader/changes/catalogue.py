@@ -30,7 +30,7 @@ from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.users_code import function_around, users_frames
 from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.finding import duration, listed
-from tracereader.findings.recording import CPU_ERROR, changes_the_regime, unexplained_us
+from tracereader.findings.recording import CPU_ERROR, changes_the_regime, is_gpu_bound, unexplained_us
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace, Work
@@ -104,7 +104,7 @@ def each_priced(
     unprofiled, frames, found = case.unprofiled, users_frames(case.trace.frames), []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
     error = CPU_ERROR if case.is_limited_by_the_cpu and not changes_the_regime(case.summary) else 0.0
-    lost = unexplained_us(case.summary)
+    lost, gpu_bound = unexplained_us(case.summary), is_gpu_bound(case.summary)
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):
         show(f"replaying the steps with changes: {number} of {len(changes)}")
@@ -118,7 +118,7 @@ def each_priced(
         if shortens:
             proposal = msgspec.structs.replace(proposal, graph=kept)
         estimates = case.estimates_after(proposal.graph)
-        one = priced(change.name, change.title, proposal, unprofiled, estimates, error, lost)
+        one = priced(change.name, change.title, proposal, unprofiled, estimates, error, lost, gpu_bound)
         if shortens or is_worth_showing(one):
             dur, now = case.graph.dur, proposal.graph.dur  # the same list if GPU work does not change
             nodes = ((work, case.graph.activity[id(work)]) for work in (case.replayed.work if now is not dur else ()))

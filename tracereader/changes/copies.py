@@ -22,10 +22,9 @@ from tracereader.replay.changes import (
 from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
 from tracereader.trace.grouped import grouped
-from tracereader.trace.op_names import COPIES_INPUTS
 from tracereader.trace.waits import is_wait
 from tracereader.two_runs.faster import step_us
-from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy, us_of
+from tracereader.two_runs.same_work import LEFT, as_compiled, halved, same_heavy
 from tracereader.two_runs.side import Side
 
 WAITS_LONGER = 2  # times as long as the copies: from there on, the wait in their calls is what is saved
@@ -171,28 +170,3 @@ def _waiting_with(copies: Iterable[Op]) -> list[Op]:
         if (op := first.parent) is not None and op.kind == "op":
             found |= {id(one): one for one in op.children if one.start > first.start and is_wait(one)}
     return list(found.values())
-
-
-@change(
-    "give the CUDA graph its inputs in place",
-    "inputs stay where they are, or are written where the graph reads them",
-    followed=halved(
-        us_of(lambda one: one.asked_by == COPIES_INPUTS),
-        same_heavy,
-        lambda *sides: all(side.summary.launches_graphs for side in sides),
-    ),
-    needs=CUDA_OR_HIP,
-)
-def static_inputs(case: Case) -> Proposal | None:
-    """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
-    if not case.summary.launches_graphs:
-        return None
-    copies, typical = case.in_each_step(lambda step: step.named(COPIES_INPUTS.__eq__))
-    if not typical:
-        return None
-    us = sum(work.us for op in typical for work in op.work_below())
-    return Proposal(
-        without_ops(case.graph, [op for some in copies for op in some]),
-        f"copies to the addresses that the CUDA graph reads take {duration(us)} per step",
-        "capture with torch.cuda.graph and write inputs into the tensors that it reads",
-    )

@@ -70,7 +70,8 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
         """Return one share for the saving: that of the known step without the profiler, or the middle of the range."""
         if self.estimated_savings is None or self.knows_unprofiled:
             return self.share
-        return sum(self.estimated_savings) / 2
+        # The printed range ends at 0, so that its middle is more than what is likely.
+        return max(0.0, sum(self.replayed_savings or self.estimated_savings) / 2)
 
     @property
     def is_unknown(self) -> bool:
@@ -114,19 +115,20 @@ def priced(
     estimates: "Sequence[Unprofiled]" = (),
     error: float = 0.0,
     unexplained_us: float = 0.0,
+    gpu_bound: bool = False,
 ) -> Opportunity | None:
     """Return the opportunity of a proposal; None without a proposal.
 
     name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates_after().
     error: of the step after the change, as a share of it. unexplained_us: see recording.py; all of it, or nothing, may
-    lie in what the change removes.
+    lie in what the change removes. gpu_bound: see is_gpu_bound() there.
     """
     if proposal is None:
         return None
     before, graph = proposal.graph.recorded_us, proposal.graph
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
     after = max(before * (graph.step_us() / graph.replayed_us) / proposal.shared, proposal.least_us)
-    if after > before:
+    if after > before and not (unprofiled or gpu_bound):
         estimates = ()  # such a change is not shown: see is_worth_showing()
     replayed = graph.replayed_us / before
     uncertain = f"; uncertain, because the replay of the unchanged step takes {replayed:.0%} of the recorded time"
@@ -148,7 +150,7 @@ def priced(
             spread = [1 - without / unprofiled.step_us]
     if proposal.most is not None:
         best = msgspec.structs.replace(proposal, graph=proposal.most, most=None, least_us=0.0)
-        most = priced(name, title, best, unprofiled, estimates)
+        most = priced(name, title, best, unprofiled, estimates, gpu_bound=gpu_bound)
         spread = [*(spread or [1 - (without or after) / most.times_us[0]]), *(most.replayed_savings or [most.share])]
         without = unprofiled and unprofiled.step_us * (1 - (min(spread) + max(spread)) / 2)
         after = (min(after, before) + most.step_us_after) / 2  # the program need not be made slower
@@ -164,7 +166,7 @@ def priced(
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
         unprofiled_step_us_after=without,
         estimated_savings=_with_error(min(spread), max(0.0, *spread), error) if spread else None,
-        replayed_savings=(min(ends), max(ends)) if ends else None,
+        replayed_savings=(min(spread), max(spread)) if ends else None,
         replayed=replayed if uncertain else None,
         conditional=proposal.conditional,
     )
@@ -186,15 +188,17 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 
 
 def is_worth_showing(one: Opportunity) -> bool:
-    """Return whether a change saves enough. A change that makes the recorded step longer is not shown.
+    """Return whether a change saves enough.
 
-    If the step without the profiler is known, that is a step longer by as much as is not worth showing.
+    If it makes the recorded step longer, it is shown if the middle of the range without the profiler saves enough. If
+    that step is known and shows whether the CPU limits it, the recorded one may be longer by WORTH_SHOWING.
     """
-    most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
-    return max(one.share, most) > least and one.saves_us >= (
-        -WORTH_SHOWING * one.step_us if one.knows_unprofiled else 0
-    )
+    if one.replayed_savings and one.saves_us < 0:
+        return one.likely_share > least
+    most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
+    longer = WORTH_SHOWING * one.step_us if one.knows_unprofiled else 0.0
+    return max(one.share, most) > least and one.saves_us >= -longer
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:

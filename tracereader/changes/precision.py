@@ -9,7 +9,7 @@ from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
+from tracereader.changes.roofline import BY_CHANNEL, SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
 from tracereader.figures.decoding import weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
@@ -17,7 +17,7 @@ from tracereader.figures.phases import in_backward
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_ops
-from tracereader.trace import Op
+from tracereader.trace import Op, Work
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.intervals import length, minus, union
 from tracereader.trace.kernel_names import decode
@@ -157,7 +157,11 @@ def half_precision(case: Case) -> Proposal | None:
             halved
         )
     calls = [one.launch for one in products if one.launch is not None]
-    graph = with_durations(case.graph, case.in_all_steps(times))
+    slower = _slower_in_bf16(case) if dtype == "torch.bfloat16" else {}
+    if slower:
+        now, then = (duration(sum(some)) for some in ((one.us for one in slower), slower.values()))
+        also += f"; batch norms take longer in bf16 without channels_last, {then} instead of {now}"
+    graph = with_durations(case.graph, case.in_all_steps(times | slower))
     return Proposal(
         with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
         f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
@@ -165,6 +169,15 @@ def half_precision(case: Case) -> Proposal | None:
         assumed=True,
         most=most,
     )
+
+
+def _slower_in_bf16(case: Case) -> dict[Work, float]:
+    """Return the time (µs) in bf16 of cuDNN's batch norms in fp32 whose images do not have the channels last.
+
+    PyTorch computes these with its own kernels then.
+    """
+    found = [(work, *BY_CHANNEL.search(one.name).groups()) for work, one, _ in case.named(BY_CHANNEL.search)]
+    return {work: prices.BATCH_NORM_IN_BF16[which] * work.us for work, which, type_ in found if type_ == "float"}
 
 
 def _wide_type(one: GpuWork, op: Op | None) -> str:

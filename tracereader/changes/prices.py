@@ -61,6 +61,11 @@ BACKWARD_FLOPS = 2.5
 # A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own: 3.1
 # for a batch norm, 3.8 for its backward (ResNet-50, ResNet-152), 1.8 to 4.3 for a layer norm's backward.
 BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
+# How often a batch norm in training moves its tensor, by what cuDNN's kernels are called: forward reads it twice and
+# writes once, backward reads it and its gradient twice.
+BATCH_NORM_PASSES = {"fw_tr": 3, "bw": 5}
+# How many times as long PyTorch's kernels take for it in bf16: 1.5 to 1.8, backward 1.15 to 1.2 (three programs).
+BATCH_NORM_IN_BF16 = {"fw_tr": 1.6, "bw": 1.2}
 
 # GB/s of copies between the CPU and an H200, from and to pinned memory: 55.
 PINNED_GB_S = 50

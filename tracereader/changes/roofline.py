@@ -12,6 +12,8 @@ from tracereader.trace.types import Inputs, dtype_of
 # float32 they took 0.8 times as long as in float64 on an H100.
 SOLVES = re.compile(r"trs[mv]")
 TWO_BYTES = ("bf16", "fp16")
+# cuDNN's batch norms in training whose kernels have one block for each channel: forward or backward, and the type.
+BY_CHANNEL = re.compile(r"::bn_(fw_tr|bw)_1C11\w*<(\w+)")
 
 
 def moving_us(moved: float, peaks: Peaks) -> float:

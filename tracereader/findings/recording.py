@@ -173,5 +173,10 @@ def changes_the_regime(summary: Summary) -> bool:
     return summary.waits_for == "overhead" and bool(known) and not _much_idle(busy, known, limit_without(summary))
 
 
+def is_gpu_bound(summary: Summary) -> bool:
+    """Return whether the GPU limits the step without the profiler, however long the estimate says that it is."""
+    return summary.waits_for != "overhead" or not _much_idle(summary.gpu_us, estimate_us(summary)[1])
+
+
 def _much_idle(busy_us: float, step_us: float, limit: str | None = None) -> bool:
     return limit == "overhead" if limit else busy_us < (1 - MUCH_IDLE) * step_us

@@ -2,7 +2,6 @@
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
-COPIES_INPUTS = "aten::_foreach_copy_"
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 FILLS = ("aten::fill_", "aten::zero_")  # ops that set memory to a value
