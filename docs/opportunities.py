@@ -58,7 +58,7 @@ PAIRS = (
         ("trained/eager", "trained/compile"), ("unet/contiguous", "unet/channels_last"),
         ("unet/contiguous", "unet/compile"), ("autocast/each_step", "autocast/cast_once"),
         ("guards/compile", "guards/compile_skipped"),
-        ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
+        ("convnet/fused", "convnet/graph"),
         ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
         ("batch_norm/eager", "batch_norm/compile"), ("batch_norm/eager", "batch_norm/graph"),
         ("augmented/main_process", "augmented/workers"),
@@ -116,8 +116,6 @@ WHY = {
          "the same ops take 1.2 to 1.9 times as long in the first recording."),
         ("autocast/each_step", "autocast/cast_once",
          "autocast also calls each `aten::linear` twice. The prediction removes only the casts."),
-        ("inputs/copied", "inputs/in_place",
-         "the prediction keeps the CPU time of a compiled call. The second run replays the graph itself."),
         *((f"lengths/{before}", "lengths/static",
            "attention gets a mask and the whole cache of 1,024 tokens, of which a tenth is filled.")
           for before in ("cudnn", "flash")),

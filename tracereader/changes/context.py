@@ -141,7 +141,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         least, most = cpu_shares(self.summary, self.graph.cpu_us)
         if limit or self._hides_cpu_time:
             return tuple(self._measured_with(min(share, known.factor)) for share in (least, most))
-        if known.scale * step_us_at(self.graph, least) > (1 + ROUGHLY) * known.step_us:
+        if known.factor and known.scale * step_us_at(self.graph, least) > (1 + ROUGHLY) * known.step_us:
             return ()  # the CPU needs less than the least of the estimate
         most = min(most, known.step_us / self.graph.cpu_us)
         return tuple(Unprofiled(known.step_us, share, known.scale) for share in (min(least, most), most))

@@ -8,8 +8,9 @@ from itertools import chain
 from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
+from tracereader.changes.layout import norms_by_channel
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import BY_CHANNEL, SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
+from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
 from tracereader.figures.decoding import weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
@@ -149,18 +150,17 @@ def half_precision(case: Case) -> Proposal | None:
         spared = sum(moving[work].us for work in following)
         also = f"; other kernels move half of the bytes then: {duration(spared)}" * bool(following)
     dtype, how, most = "torch.bfloat16" if peaks.tf32 > peaks.fp32 else "torch.float16", "", None
-    # A converted model casts nothing in its steps, and all its kernels move half of the bytes.
-    if not case.trace.trains:
-        most = with_durations(case.graph, case.in_all_steps(halved | times | converted))
-        how = f"convert the model and its inputs once with .to({dtype}), or "
-        also += f"; in a converted model, all that move data do: {duration(sum(work.us for work in halved))}" * bool(
-            halved
-        )
-    calls = [one.launch for one in products if one.launch is not None]
     slower = _slower_in_bf16(case) if dtype == "torch.bfloat16" else {}
     if slower:
         now, then = (duration(sum(some)) for some in ((one.us for one in slower), slower.values()))
-        also += f"; batch norms take longer in bf16 without channels_last, {then} instead of {now}"
+        also += f"; batch norms take longer in bf16 in this layout, about {then} instead of {now}"
+    # A converted model casts nothing in its steps, and all its kernels move half of the bytes.
+    if not case.trace.trains:
+        most = with_durations(case.graph, case.in_all_steps(halved | times | converted | slower))
+        how = f"convert the model and its inputs once with .to({dtype}), or "
+        all_us = sum(work.us for work in halved)
+        also += f"; in a converted model, all that move data do: {duration(all_us)}" * bool(halved)
+    calls = [one.launch for one in products if one.launch is not None]
     graph = with_durations(case.graph, case.in_all_steps(times | slower))
     return Proposal(
         with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
@@ -172,12 +172,9 @@ def half_precision(case: Case) -> Proposal | None:
 
 
 def _slower_in_bf16(case: Case) -> dict[Work, float]:
-    """Return the time (µs) in bf16 of cuDNN's batch norms in fp32 whose images do not have the channels last.
-
-    PyTorch computes these with its own kernels then.
-    """
-    found = [(work, *BY_CHANNEL.search(one.name).groups()) for work, one, _ in case.named(BY_CHANNEL.search)]
-    return {work: prices.BATCH_NORM_IN_BF16[which] * work.us for work, which, type_ in found if type_ == "float"}
+    """Return the time (µs) in bf16 of cuDNN's batch norms in fp32, which PyTorch computes with its own kernels then."""
+    norms = norms_by_channel(case)
+    return {work: prices.BATCH_NORM_IN_BF16[way] * work.us for work, way, kind, _ in norms if kind == "float"}
 
 
 def _wide_type(one: GpuWork, op: Op | None) -> str:

@@ -40,9 +40,9 @@ def has_batch_norms_of_volumes(case: Case) -> bool:
 
 def has_long_grouped_convolutions(case: Case) -> bool:
     """Return whether the typical step convolves sequences in groups with long filters, as Wav2Vec2 does."""
-    convolutions = case.step.named("aten::convolution".__eq__)
-    sizes = ((op.inputs.dims_at(0) or (), op.inputs.dims_at(1) or ()) for op in convolutions)
-    return any(len(x) == len(w) == 3 and w[2] >= LONG_FILTER and w[1] < x[1] for x, w in sizes)
+    inputs = (op.inputs for op in case.step.named("aten::convolution".__eq__))
+    filters = (one.dims_at(1) or () for one in inputs if one.argument(6) == "False" and one.argument(8) != "1")
+    return any(len(sizes) == 3 and sizes[2] >= LONG_FILTER for sizes in filters)
 
 
 class Veto(NamedTuple):

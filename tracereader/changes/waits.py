@@ -35,12 +35,9 @@ CHECKS_ERRORS = {
     "aten::linalg_lu_factor": "lu_factor_ex",
     "aten::linalg_ldl_factor": "ldl_factor_ex",
 }
-# Ops of a check of tensors, whose result the CPU reads: those that compare or join, and those to one value.
-COMPARES = re.compile(r"aten::(?:[engl][eqt]|is(?:finite|nan|inf)|(?:logical|bitwise)_\w+|__\w+__|reshape)")
-TO_ONE_VALUE = ("aten::all", "aten::any", "aten::_is_all_true", "aten::_is_any_true")
-# What only checks call, so that nothing else takes what they compare. The first one is of torch.distributions.
+# torch.distributions ends the check of each parameter with this op. Before it, it compares.
 VALIDATED = "aten::_is_all_true"
-ONLY_IN_CHECKS = (VALIDATED, "aten::isfinite", "aten::isnan", "aten::isinf")
+COMPARES = re.compile(r"aten::(?:[engl][eqt]|(?:logical|bitwise)_(?:and|or|not)|__(?:and|or)__|isfinite|reshape|all)")
 # This optimizer reads the loss and the sizes of its steps on the CPU.
 READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
 
@@ -82,7 +79,7 @@ def remove_sync(case: Case) -> Proposal | None:
     # Ops that do nothing but wait: aten::item, or nonzero in mask indexing.
     around = (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, SELECTS))) for op in calls)
     read = {id(op): op for op in around if op is not None}.values()
-    checks = [check for op in read if (check := _checked(op))]
+    checks = [check for op in read if op.name in READ_A_VALUE and (check := _validation(op))]
     choose = any(op.name == SELECTS for op in read)
     by_program = [op for op in calls if waits_in(op) == op.name]
     how = ["drop torch.cuda.synchronize() and the synchronization of streams and events"] * bool(by_program)
@@ -95,34 +92,33 @@ def remove_sync(case: Case) -> Proposal | None:
         reads = sum(name in READ_A_VALUE for name in once.values())
         together = "collect the values on the GPU and read them at once (torch.stack), or read them some steps later"
         how.append(together if reads >= MANY_READS else "keep the value on the GPU, or read it some steps later")
-    graph, seen = without_ops(without_waits(case.graph, calls), read), ""
-    if checks:
-        # Python's time between the ops of a check is part of it.
-        spans = [(check[0].track, check[0].start, check[-1].end) for check in checks]
-        graph = without_cpu_time(without_ops(graph, chain(*checks)), spans)
-        here = [check for check in checks if case.replayed.start <= check[0].start < case.replayed.end]
+    # Python's time between the ops of a check is part of it.
+    spans = [(check[0].track, check[0].start, check[-1].end) for check in checks]
+    graph = without_ops(without_waits(case.graph, calls), [*read, *chain(*checks)])
+    here, seen = [check for check in checks if case.replayed.start <= check[0].start < case.replayed.end], ""
+    if here:
         us = sum(check[-1].end - check[0].start for check in here) / 1e3
-        seen = f"; {counted(len(here), 'check')} of tensors, with all that is compared: {duration(us)} of CPU time"
-        if any(op.name == VALIDATED for check in here for op in check):
-            how.insert(0, "pass validate_args=False to torch.distributions if they make these checks")
+        seen = f"; {counted(len(here), 'check')} of arguments, with what they compare: {duration(us)} of CPU time"
+        how.insert(0, "pass validate_args=False to torch.distributions if they make these checks")
     return Proposal(
-        graph,
+        without_cpu_time(graph, spans),
         f"the CPU waits for the GPU in each step: {each}{seen}",
         "; ".join(how),
         assumed=choose,  # computing all elements instead of the selected ones takes longer
     )
 
 
-def _checked(read: Op) -> list[Op]:
-    """Return the ops of a check that ends with this read: those that compare, one to a single value, and the read.
+def _validation(read: Op) -> list[Op]:
+    """Return the ops of a check of arguments that ends with this read: what it compares, VALIDATED, and the read.
 
-    The list is empty if the read is of anything else, or if something else may take what is compared.
+    The list is empty if the read is of anything else, because the program may use what is compared.
     """
     around = read.parent.children if read.parent is not None else ()
-    before = (around[place] for place in range(bisect_left(around, read.start, key=start_of) - 1, -1, -1))
-    found = list(takewhile(lambda op: op.name in TO_ONE_VALUE or COMPARES.fullmatch(op.name), before))
-    is_one = found and found[0].name in TO_ONE_VALUE and any(op.name in ONLY_IN_CHECKS for op in found)
-    return [*found[::-1], read] if is_one else []
+    last = bisect_left(around, read.start, key=start_of) - 1
+    if last < 0 or around[last].name != VALIDATED:
+        return []
+    before = (around[place] for place in range(last - 1, -1, -1))
+    return [*list(takewhile(lambda op: COMPARES.fullmatch(op.name), before))[::-1], around[last], read]
 
 
 @change(

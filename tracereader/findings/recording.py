@@ -174,7 +174,7 @@ def changes_the_regime(summary: Summary) -> bool:
 
 
 def is_gpu_bound(summary: Summary) -> bool:
-    """Return whether the GPU limits the step without the profiler, however long the estimate says that it is."""
+    """Return whether launches do not limit the step without the profiler, if it is as long as the estimate allows."""
     return summary.waits_for != "overhead" or not _much_idle(summary.gpu_us, estimate_us(summary)[1])
 
 

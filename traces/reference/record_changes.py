@@ -569,15 +569,6 @@ def results(variant):
     return torch.no_grad()(step)
 
 
-def inputs(variant):
-    """A compiled function in a CUDA graph: its large input is copied to the graph's own, or is read where it lies."""
-    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
-    layer = torch.nn.Linear(4096, 512).cuda().to(torch.bfloat16)
-    run = torch.compile(lambda x: layer(x).relu().sum(-1), mode="reduce-overhead" if variant == "copied" else "default")
-    step = torch.no_grad()(lambda: run(x))
-    return step if variant == "copied" else graphed(step)
-
-
 def augmented(variant):
     """Training on images that are cropped and scaled on the CPU: between the steps, or by a DataLoader's workers."""
     crop = v2.Compose(
@@ -681,7 +672,6 @@ WORKLOADS = {
     logits: ("all",),
     guards: ("compile", "compile_skipped"),
     results: ("at_once", "a_step_later"),
-    inputs: ("copied", "in_place"),
     lengths: ("cudnn", "flash", "static"),
     augmented: ("main_process", "workers"),
     batch_norm: ("eager", "compile", "graph", "graph_kept"),
