@@ -80,6 +80,18 @@ def test_batch_norms_of_volumes_and_of_unknown_type_keep_their_time(tmp_path):
         assert not layout._with_channels_last(case_of(edited(base("segmentation"), tmp_path, edit)))
 
 
+def test_batch_norms_of_images_beside_volumes_keep_their_time(tmp_path):
+    """The volumes' layout is another one, and is the one that is proposed."""
+
+    def some_of_volumes(events):
+        for e in [e for e in events if e["name"] == "aten::convolution"][::10]:
+            e["args"]["Input Dims"][0] = [*e["args"]["Input Dims"][0], 1]
+
+    proposal = layout.channels_last(case_of(edited(base("segmentation"), tmp_path, some_of_volumes)))
+    evidence, how = proposal.evidence, proposal.how
+    assert "channels_last_3d" in how and "batch norm" not in evidence
+
+
 @pytest.mark.parametrize("program", ["leaf_sorter", "parcel_segmentation", "segmentation"])
 def test_batch_norms_take_longer_in_bf16_if_the_channels_are_not_last(program):
     """Their kernels took 1.49 to 1.82 times as long in forward, and 1.15 to 1.20 in backward."""
@@ -127,18 +139,18 @@ def test_a_long_filter_in_groups_is_not_told_to_be_computed_in_two_bytes():
 def test_a_long_transposed_filter_without_groups_may_be_computed_in_two_bytes(tmp_path):
     """Its weight has fewer rows of outputs than the data has channels, as one in groups has."""
 
-    def longer(events, groups="1", transposed="True"):
-        for e in events:
-            if e["name"] == "aten::convolution" and e["args"]["Concrete Inputs"][6] == "True":
-                e["args"]["Input Dims"][1][2] = 64
-                e["args"]["Concrete Inputs"][6], e["args"]["Concrete Inputs"][8] = transposed, groups
+    def with_long_filters(transposed, groups):
+        def edit(events):
+            for e in events:
+                if e["name"] == "aten::convolution" and e["args"]["Concrete Inputs"][6] == "True":
+                    e["args"]["Input Dims"][1][2] = 64
+                    e["args"]["Concrete Inputs"][6], e["args"]["Concrete Inputs"][8] = transposed, groups
 
-    def in_groups(events):
-        longer(events, "4", "False")
+        return case_of(edited(base("sound_codec"), tmp_path, edit))
 
-    file = base("sound_codec")
-    assert not vetoes.has_long_grouped_convolutions(case_of(edited(file, tmp_path, longer)))
-    assert vetoes.has_long_grouped_convolutions(case_of(edited(file, tmp_path, in_groups)))
+    for transposed, groups in (("True", "1"), ("True", "4"), ("False", "1")):
+        assert not vetoes.has_long_grouped_convolutions(with_long_filters(transposed, groups))
+    assert vetoes.has_long_grouped_convolutions(with_long_filters("False", "4"))
 
 
 def test_a_check_of_arguments_goes_with_what_it_compares():
@@ -175,6 +187,15 @@ def test_what_the_program_may_use_again_stays_when_a_read_goes(program):
     evidence = waits.remove_sync(case).evidence
     assert len(reads) >= 30 and not any(map(waits._validation, reads))
     assert "checks" not in evidence
+
+
+def test_indices_are_no_check_of_arguments(tmp_path):
+    def indices(events):
+        for e in events:
+            e["name"] = "aten::nonzero" if e["name"] == "aten::is_nonzero" else e["name"]
+
+    evidence = waits.remove_sync(case_of(edited(base("acting_agent"), tmp_path, indices))).evidence
+    assert "aten::nonzero" in evidence and "checks" not in evidence
 
 
 def test_checks_of_other_steps_than_the_typical_one_are_not_counted(tmp_path):
