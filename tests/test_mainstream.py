@@ -13,6 +13,7 @@ from test_kept_promises import RESULTS, base, case_of, saved
 from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 
+import tracereader.cli
 from tracereader.changes import layout, precision, vetoes, waits
 from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import is_worth_showing
@@ -234,6 +235,14 @@ def test_an_unknown_step_is_told_to_use_bf16_only_if_the_gpu_limits_it_for_certa
         assert ("half_precision" in found) == shown
     one = found_blind("novel_writer")["half_precision"]
     assert one.saves_us < 0 and one.estimated_savings[1] > saved("novel_writer", "bf16")
+
+
+def test_a_report_says_how_much_longer_autocast_makes_the_recorded_step(capsys):
+    one = priced_changes(base("novel_writer"))["half_precision"]
+    tracereader.cli.main([str(base("novel_writer")), "--all"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"While recorded it makes the step about {-one.saves_us / one.step_us:.0%} longer." in said
+    assert "saves about -" not in said
 
 
 def found_blind(program):

@@ -98,5 +98,6 @@ def _while_recorded(one: Opportunity) -> str:
     if (not one.knows_unprofiled and one.estimated_savings is None) or one.is_unknown:
         return ""
     unit = unit_of([one.step_us], ms_from=1e3)
-    nothing = unit(one.step_us) == unit(one.step_us_after)
-    return f"While recorded it saves {'nothing' if nothing else _saved(one, one.saves_us / one.step_us)}. "
+    saved = _saved(one, abs(one.saves_us) / one.step_us)
+    does = f"saves {saved}" if one.saves_us > 0 else f"makes the step {saved} longer"
+    return f"While recorded it {'saves nothing' if unit(one.step_us) == unit(one.step_us_after) else does}. "

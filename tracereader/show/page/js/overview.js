@@ -57,6 +57,7 @@ function opportunities(data, pick) {
     el("p", {class: "told"}, "Each time comes from a replay of this trace with that change alone. The savings of several changes do not add up."),
     el("ol", {class: "opportunities"}, found.map((one, place) => {
       const saved = part => `${one.basis === "bound" ? "about " : ""}${share(part)}`;
+      const recorded = `${saved(Math.abs(one.saves_us) / one.step_us)} ${one.saves_us < 0 ? "longer" : "shorter"}`;
       const unprofiled = one.unprofiled_step_us_after !== null;
       const [low, high] = (one.estimated_savings || []).map(part => share(part));
       const range = low === high ? high : `${low.replace("%", "")} to ${high}`;
@@ -73,9 +74,9 @@ function opportunities(data, pick) {
           el("h3", {}, `${place + 1}. ${one.title}`),
           !one.is_unknown && !unprofiled && one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
             + (time(one.step_us) === time(one.step_us_after) ? "The replay of the recorded step does not become shorter."
-              : `The times are those of the recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`)),
+              : `The times are those of the recorded step, which the change makes ${recorded}.`)),
           !one.is_unknown && unprofiled && el("p", {}, "This is the step without the profiler. "
-            + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
+            + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which is ${recorded}.`),
           el("p", {}, sentence(one.evidence)),
           el("p", {class: "how"}, el("b", {}, "Try: "), one.try,
             one.function && ` (in ${one.function.file}:${one.function.line}, ${one.function.name})`),
