@@ -8,9 +8,8 @@ from tracereader.figures.phases import in_backward
 from tracereader.trace.op_names import FFTS, NEED_CONTIGUOUS, RNNS
 
 BATCH_NORM = "batch_norm"  # in its ops' names
-LONG_FILTER = (
-    64  # values. In two bytes, 8 of 10 such shapes took up to 26 times as long on an H200, forward or backward
-)
+# Values. In two bytes, 8 of 10 such shapes took up to 26 times as long on an H200, forward or backward.
+LONG_FILTER = 64
 
 
 def has_rnns(case: Case) -> bool:
