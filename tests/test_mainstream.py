@@ -156,8 +156,8 @@ def test_a_long_transposed_filter_without_groups_may_be_computed_in_two_bytes(tm
 
 def test_a_check_of_arguments_goes_with_what_it_compares():
     """torch.distributions checks both parameters of 40 normal distributions: eq or gt, then one value is read."""
-    events = raw_events(base("world_model"))
-    mark = raw_steps(events)[-2]
+    case, events = case_of(base("world_model")), raw_events(base("world_model"))
+    (mark,) = (e for e in raw_steps(events) if e["name"] == case.replayed.name)
     calls = (e for e in events if e.get("cat") == "cpu_op" and e["tid"] == mark["tid"])
     ops = sorted((e for e in calls if mark["ts"] <= e["ts"] < end(mark)), key=lambda e: e["ts"])
     top, until = [], 0.0
@@ -171,7 +171,6 @@ def test_a_check_of_arguments_goes_with_what_it_compares():
         if one["name"] == "aten::is_nonzero" and top[place - 1]["name"] == "aten::_is_all_true"
     ]
     us = sum(stop - start for start, stop in spans)
-    case = case_of(base("world_model"))
     proposal = waits.remove_sync(case)
     evidence, how, saves = proposal.evidence, proposal.how, case.graph.step_us() - proposal.graph.step_us()
     assert len(spans) == 80 and "80 checks of arguments" in evidence and "validate_args=False" in how
