@@ -125,7 +125,7 @@ def channels_last(case: Case) -> Proposal | None:
     if layout == "channels_last" and (norms := _with_channels_last(case)):
         graph = with_durations(graph, case.in_all_steps(norms))
         now, then = (duration(sum(some)) for some in ((one.us for one in norms), norms.values()))
-        also = f"; {counted(len(norms), 'batch norm')} with one block for each channel take {now} instead of {then}"
+        also = f"; {counted(len(norms), 'batch norm')} with one block for each channel: {now}, then about {then}"
     return Proposal(
         graph,
         f"{counted(len(found), 'layout conversion')} around convolutions: {duration(us)}{also}",

@@ -153,7 +153,7 @@ def half_precision(case: Case) -> Proposal | None:
     slower = _slower_in_bf16(case) if dtype == "torch.bfloat16" else {}
     if slower:
         now, then = (duration(sum(some)) for some in ((one.us for one in slower), slower.values()))
-        also += f"; batch norms take longer in bf16 in this layout, about {then} instead of {now}"
+        also += f"; batch norms take longer in bf16 in this layout: {now}, then about {then}"
     # A converted model casts nothing in its steps, and all its kernels move half of the bytes.
     if not case.trace.trains:
         most = with_durations(case.graph, case.in_all_steps(halved | times | converted | slower))
