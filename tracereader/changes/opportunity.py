@@ -16,6 +16,7 @@ from tracereader.replay.recorded import TOLERANCE
 REPLAY_ERROR = 0.02
 # What a program may not be able to do stands among the changes as if it saved this share of what it saves.
 CONDITIONAL = 0.5
+CLEARLY = 0.05  # what makes the recorded step longer has to save at least this share without the profiler
 
 
 class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
@@ -190,12 +191,12 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough.
 
-    If it makes the recorded step longer, it is shown if the middle of the range without the profiler saves enough. If
-    that step is known and shows whether the CPU limits it, the recorded one may be longer by WORTH_SHOWING.
+    If the step without the profiler is known and shows whether the CPU limits it, the recorded one may become longer by
+    WORTH_SHOWING, otherwise by any time if the change saves CLEARLY.
     """
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
     if one.replayed_savings and one.saves_us < 0:
-        return one.likely_share > least
+        return one.likely_share > max(least, CLEARLY)
     most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
     longer = WORTH_SHOWING * one.step_us if one.knows_unprofiled else 0.0
     return max(one.share, most) > least and one.saves_us >= -longer

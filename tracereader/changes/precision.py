@@ -160,7 +160,7 @@ def half_precision(case: Case) -> Proposal | None:
         how = f"convert the model and its inputs once with .to({dtype}), or "
         all_us = sum(work.us for work in halved)
         also += f"; in a converted model, all that move data do: {duration(all_us)}" * bool(halved)
-    calls = [one.launch for one in products if one.launch is not None]
+    calls = [one.launch for one in products if one.launch is not None and not one.from_graph]
     graph = with_durations(case.graph, case.in_all_steps(times | slower))
     return Proposal(
         with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
