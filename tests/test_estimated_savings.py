@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import types
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -54,7 +55,7 @@ IDLE_LESS = [
 
 def without_the_measured_step(name):
     """Return a recording and its summary, as if the program had not timed its steps without the profiler."""
-    trace, summary = opened(recording(name))
+    trace, summary = opened(name if isinstance(name, Path) else recording(name))
     assert summary.unprofiled_step_us
     return trace, msgspec.structs.replace(summary, unprofiled_step_us=None)
 

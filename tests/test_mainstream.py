@@ -9,14 +9,14 @@ import math
 import msgspec
 import pytest
 from conftest import ROOT
-from raw_events import end, raw_steps
+from raw_events import end, raw_steps, raw_work
+from test_estimated_savings import found_by_estimate, without_the_measured_step
 from test_kept_promises import RESULTS, base, case_of, saved
 from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 
 import tracereader.cli
 from tracereader.changes import layout, optimizer, precision, vetoes, waits
-from tracereader.changes.catalogue import opportunities
 from tracereader.changes.opportunity import is_worth_showing, priced
 from tracereader.findings.recording import estimate_us, is_gpu_bound
 from tracereader.replay.changes import step_us_at
@@ -25,21 +25,10 @@ GB_S = {"NVIDIA H200": 4800, "NVIDIA H100 80GB HBM3": 3350}  # NVIDIA's data she
 
 
 def of_a_step(events, wanted):
-    """Return the kernels with a wanted name that the last but one step launches, each with the op that asked for it.
-
-    Ops of backward run on another thread, so that times decide which op is around a launch.
-    """
-    mark = raw_steps(events)[-2]
-    launches = [
-        e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
-    ]
-    calls = {e["args"]["correlation"]: e for e in launches}
+    """Return the kernels with a wanted name that the last but one step launches, each with the op that asked for it."""
     ops = {e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op"}
-    return [
-        (e, ops[e["args"]["External id"]])
-        for e in events
-        if e.get("cat") == "kernel" and wanted(e["name"]) and e["args"]["correlation"] in calls
-    ]
+    work = raw_work(events, raw_steps(events)[-2])
+    return [(e, ops[e["args"]["External id"]]) for e in work if e["cat"] == "kernel" and wanted(e["name"])]
 
 
 def by_channel(name):
@@ -228,12 +217,11 @@ def test_bf16_is_shown_though_autocast_makes_the_recorded_step_longer(program):
 def test_an_unknown_step_is_told_to_use_bf16_only_if_the_gpu_limits_it_for_certain():
     """novel_writer's GPU is busy for 89% of the longest step that the estimate allows, signature_triplets' for 47%."""
     for program, shown, busy in (("novel_writer", True, 0.89), ("signature_triplets", False, 0.47)):
-        case = case_of(base(program))
-        blind = msgspec.structs.replace(case.summary, unprofiled_step_us=None)
+        _, blind = without_the_measured_step(base(program))
         assert blind.gpu_us / estimate_us(blind)[1] == pytest.approx(busy, abs=0.01) and is_gpu_bound(blind) == shown
-        found = set(found_blind(program))
+        found = set(found_by_estimate(base(program)))
         assert ("half_precision" in found) == shown
-    one = found_blind("novel_writer")["half_precision"]
+    one = found_by_estimate(base("novel_writer"))["half_precision"]
     assert one.saves_us < 0 and one.estimated_savings[1] > saved("novel_writer", "bf16")
 
 
@@ -256,12 +244,6 @@ def test_a_doubtful_saving_is_not_shown_if_the_recorded_step_becomes_longer():
     assert "fused_optimizer" not in set(found) and found["half_precision"].saves_us >= 0
 
 
-def found_blind(program):
-    case = case_of(base(program))
-    blind = msgspec.structs.replace(case.summary, unprofiled_step_us=None)
-    return {one.change: one for one in opportunities(case.trace, blind)}
-
-
 def test_a_measured_step_shorter_than_the_least_estimate_decides():
     """nuclei_slides: with the least CPU time of the estimate the replay takes longer than the program did."""
     case = case_of(base("nuclei_slides"))
@@ -276,7 +258,7 @@ def test_a_measured_step_shorter_than_the_least_estimate_decides():
 
 def test_the_likely_saving_is_the_middle_of_what_the_replays_say():
     """A range that errors widen ends at 0, so that its middle would promise 12% where the replays say 2 to 4."""
-    found = found_blind("click_model")
+    found = found_by_estimate(base("click_model"))
     one = found["fused_optimizer"]
     assert one.estimated_savings[0] == 0 < one.estimated_savings[1] / 2
     assert one.likely_share == pytest.approx(sum(one.replayed_savings) / 2)

@@ -191,8 +191,8 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough.
 
-    If the step without the profiler is known and shows whether the CPU limits it, the recorded one may become longer by
-    WORTH_SHOWING, otherwise by any time if the change saves CLEARLY.
+    The recorded step may become longer by WORTH_SHOWING if the step without the profiler is known, and by any time if
+    the change saves CLEARLY of a step that does not show whether the CPU limits it.
     """
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
     if one.replayed_savings and one.saves_us < 0:

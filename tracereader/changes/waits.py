@@ -37,7 +37,7 @@ CHECKS_ERRORS = {
 }
 # torch.distributions ends the check of each parameter with this op. Before it, it compares.
 VALIDATED = "aten::_is_all_true"
-COMPARES = re.compile(r"aten::(?:[engl][eqt]|(?:logical|bitwise)_(?:and|or|not)|__(?:and|or)__|isfinite|reshape|all)")
+COMPARES = re.compile(r"aten::(?:[engl][eqt]|(?:logical|bitwise)_(?:and|or|not)|__(?:and|or)__|reshape|all)")
 # This optimizer reads the loss and the sizes of its steps on the CPU.
 READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
 

@@ -114,7 +114,7 @@ def unprofiled(summary: Summary) -> str:
     low, high = estimate_us(summary)
     if _much_idle(busy, low):
         return ""  # the regime is the same then
-    may = "it may be GPU-bound then" if _much_idle(busy, high) else "it is probably GPU-bound then"
+    may = "it is probably GPU-bound then" if is_gpu_bound(summary) else "it may be GPU-bound then"
     return (
         f"Recording makes such a step longer. Without the profiler it takes an estimated {_range(low, high)}, of which "
         f"the GPU is busy {duration(busy)}: {may}."
