@@ -20,7 +20,7 @@ from tracereader.figures.unfused import on_the_cpu
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import fused, spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step
 from tracereader.trace.families import FUSABLE, HEAVY
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import FLEX_ATTENTION
@@ -109,7 +109,7 @@ def fused_attention(case: Case) -> Proposal | None:
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward, math_calls = [], 0.0, 0, 0, []
     by_layer, falls_back, strided = False, False, False
-    for run in ([entry for entry in some if flex_call(case, entry[0]) is None] for some in runs):
+    for run in ([entry for entry in some if id(entry[0].launch) not in case.in_flex] for some in runs):
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
@@ -194,7 +194,7 @@ def compile_flex(case: Case) -> Proposal | None:
 
     Else it computes all scores, also the masked ones. How many are masked is not recorded, so none are assumed to be.
     """
-    runs = grouped((call, entry) for entry in case.activities if (call := flex_call(case, entry[0])) is not None)
+    runs = grouped((call, entry) for entry in case.activities if (call := case.in_flex.get(id(entry[0].launch))))
     groups, before, backward = [], 0.0, 0
     for call, run in runs.items():
         two_bytes = _type_of_flex(call) in TWO_BYTES
@@ -206,7 +206,7 @@ def compile_flex(case: Case) -> Proposal | None:
     if not groups:
         return None
     groups_in_all_steps = case.groups_in_all_steps(groups)
-    calls = {id(call): call for work, _ in groups_in_all_steps if (call := flex_call(case, work[0])) is not None}
+    calls = {id(call): call for work, _ in groups_in_all_steps if (call := case.in_flex.get(id(work[0].launch)))}
     # A forward runs parts of autograd's engine to find its backward. Without that, the engine's thread waits in it.
     engines = {op.track for op in backward_nodes(case.step)}
     spans = [
@@ -224,11 +224,6 @@ def compile_flex(case: Case) -> Proposal | None:
         "torch.compile(flex_attention)",
         assumed=True,
     )
-
-
-def flex_call(case: Case, work: Work) -> Op | None:
-    """Return the uncompiled flex_attention that launches this work."""
-    return case.in_flex.get(id(work.launch))
 
 
 def _is_flex_backward(call: Op) -> bool:
@@ -307,20 +302,19 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     in_two_bytes = (type_of(asked) or one.name_says.get("types")) in TWO_BYTES or any(
         op is not None and op.name == "aten::copy_" for _, _, op in run
     )
+    rate = prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32) if peaks is not None else 0.0
     if one.product is not None and peaks is not None:
         sizes = min([item.product for item, _ in products if item.product], key=lambda size: size.flops)
         # Compiled code does not show in which type a call that falls back asks for attention.
         is_fp32 = not in_two_bytes and not any(SAFE_SOFTMAX in one.name for _, one, _ in run)
         wider = max(1.0, prices.FP32_HEAD / min(sizes.n, sizes.k)) if is_fp32 else 1.0
-        return (
-            2 * wider * sizes.flops / 1e6 / (prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32)) * passes
-        )
+        return 2 * wider * sizes.flops / 1e6 / rate * passes
     # Without shapes or peaks: the fused kernel takes as long as the products, at the rate of its own type.
     us = sum(item.us for item, _ in products) / (forward + 2 * backward) * passes
     types = (one.name_says.get("types") or "").lower()
     if peaks is not None and types in ("tf32", "fp32"):
         reached = prices.PRODUCT * (peaks.tf32 if types == "tf32" else peaks.fp32)
-        us *= reached / (prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32))
+        us *= reached / rate
     return us
 
 

@@ -27,6 +27,7 @@ from tracereader.changes.opportunity import Opportunity, is_worth_showing, price
 from tracereader.changes.vetoes import VETOES
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
+from tracereader.figures.phases import place_in_forward
 from tracereader.figures.users_code import function_around, users_frames
 from tracereader.findings.device_words import holds_on, in_its_words
 from tracereader.findings.finding import duration, listed
@@ -153,8 +154,7 @@ def _spans(case: Case, after: Graph, shorter: Iterable[Work]) -> Iterator[tuple[
     for track, gone in after.gone.items():
         yield from ((track, start, end) for start, end in gone)
     for launch in (one.launch for one in shorter if one.launch is not None):
-        around = ((op.track, op.start) for op in (launch, *launch.above()))
-        track, start = next(filter(None, map(case.trace.forward_of.get, around)), (launch.track, launch.start))
+        track, start = place_in_forward(case.trace, launch)
         yield track, start, start + 1
 
 

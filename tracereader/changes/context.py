@@ -12,7 +12,7 @@ from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.phases import in_backward
-from tracereader.figures.steps import ids_inside, labels, ops_recorded
+from tracereader.figures.steps import ids_inside, labels
 from tracereader.figures.uncompiled_flex import uncompiled_flex
 from tracereader.findings.recording import (
     MOST_TIMES,
@@ -182,11 +182,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         return us[len(us) // 4] if us else 0.0
 
     @cached_property
-    def ops_recorded(self) -> bool:
-        """Return whether the profiler recorded the typical step's ops."""
-        return ops_recorded(self.step)
-
-    @cached_property
     def activities(self) -> list[Entry]:
         """Return the GPU activities of the typical step."""
         return list(zip(self.step.work, self.summary.gpu_work, self.step.asking, strict=True))
@@ -222,12 +217,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""
-        names = set(filter(wanted, self._names))
+        names = set(filter(wanted, {one.name for one in self.summary.gpu_work}))
         return [entry for entry in self.activities if entry[1].name in names] if names else []
-
-    @cached_property
-    def _names(self) -> set[str]:
-        return {one.name for one in self.summary.gpu_work}
 
     def has(self, wanted: Callable[[str], object]) -> bool:
         """Return whether the trace has an op or call with a wanted name. Names are far fewer than calls."""

@@ -12,13 +12,7 @@ from tracereader.figures.phases import backward_nodes
 from tracereader.figures.training import recomputed_ops
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, size
-from tracereader.replay.changes import (
-    overlapped,
-    with_durations,
-    without_cpu_time,
-    without_ops,
-    without_waits,
-)
+from tracereader.replay.changes import overlapped, with_durations, without_cpu_time, without_ops, without_waits
 from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
 from tracereader.trace.grouped import grouped
@@ -86,14 +80,12 @@ def _unpacking(step: Step) -> list[tuple[tuple, int, int]]:
     return [(node.track, min(node.start + usual, first), first) for node, first in begun]
 
 
-def _copied_bytes(side: Side, way: str) -> int:
-    """Return how many bytes a step copies to the GPU (HtoD) or from it (DtoH)."""
-    return sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name)
-
-
 def _follows_overlap_copies(before: Side, after: Side) -> bool:
     """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
-    was, now = (_copied_bytes(side, "HtoD") + _copied_bytes(side, "DtoH") for side in (before, after))
+    was, now = (
+        sum(one.bytes_moved or 0 for way in ("HtoD", "DtoH") for one in side.summary.gpu_work if way in one.name)
+        for side in (before, after)
+    )
     shares = [
         side.summary.steady.exposed_copy_us / side.summary.steady_us
         if side.summary.steady and side.summary.steady_us

@@ -123,8 +123,7 @@ def at_once_on_the_cpu(case: Case) -> Proposal | None:
             for ops, until in ((forward, loop.starts[-1]), (nodes, nodes[-1].end if nodes else 0)):
                 kept += [(ops[0].track, until, _computing_us(ops))] if ops else []
     best = without_cpu_time(case.graph, spans)
-    how = HOW.get(typical[0].what, AT_ONCE)
-    return _proposed(with_cpu_time(best, kept), typical, how, most=best)
+    return _proposed(with_cpu_time(best, kept), typical, HOW.get(typical[0].what, AT_ONCE), most=best)
 
 
 def _computing_us(calls: Sequence[Op]) -> float:

@@ -9,7 +9,6 @@ from functools import cache, lru_cache
 from statistics import median
 
 from tracereader.changes import prices
-from tracereader.changes.attention import flex_call
 from tracereader.changes.change import change
 from tracereader.changes.context import Case, Entry
 from tracereader.changes.equal_passes import IS_LOSS
@@ -237,8 +236,7 @@ def _with_compiled_calls(
         spans += _between_calls(step, of_model, of_compiled)
         gradients = step.named(ACCUMULATES.__eq__)
         added += [(op.track, op.start, prices.AROUND * case.launch_us) for op in gradients]
-    graph = fused(case.graph, case.groups_in_all_steps(chains))
-    return with_cpu_time(without_cpu_time(graph, spans), added)
+    return with_cpu_time(without_cpu_time(fused(case.graph, case.groups_in_all_steps(chains)), spans), added)
 
 
 def _between_calls(
@@ -330,7 +328,7 @@ def _of_the_model(case: Case) -> list[Entry]:
         and "HtoD" not in one.name
         and "DtoH" not in one.name
         and not (op is not None and op.name.startswith(FOREACH))
-        and flex_call(case, work) is None
+        and id(work.launch) not in case.in_flex
         # What DDP or FSDP asks for is not compiled with the model.
         and not (wrapped and op is not None and any(above.name.startswith(WRAPPERS) for above in op.above()))
     ]

@@ -188,12 +188,11 @@ def _graph_of_step(case: Case) -> Proposal | None:
     if not captured:
         return None
     copies = any(copies_input(case, op) for op in _waits_between(case, case.replayed, captured))
-    single = case.is_single
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
-        _launches(len(captured), single, between=_between(case, copies)),
+        _launches(len(captured), case.is_single, between=_between(case, copies)),
         _compiled(case) + "torch.cuda.graph",
-        assumed=single,
+        assumed=case.is_single,
     )
 
 
@@ -436,15 +435,14 @@ def update_graph(case: Case) -> Proposal | None:
     Such code is a program's own optimizer, as Muon may be, or an average of the weights. The trace does not show
     whether it computes with numbers of Python that change, such as a learning rate.
     """
-    if not (case.trace.trains and case.trace.forward_of and case.summary.llm.same_in_all_steps):
-        return None
-    if not _computes_alone(case):
+    trace = case.trace
+    if not (trace.trains and trace.forward_of and case.summary.llm.same_in_all_steps and _computes_alone(case)):
         return None
     found: dict[int, list[Run]] = {id(step): [] for step in case.steps}
     for step in case.steps:
         if not _launch_many(beside_backward(step, TORCHS_STEPS)):
             continue
-        own = {id(one) for one in work_beside_the_model(case.trace, step)}
+        own = {id(one) for one in work_beside_the_model(trace, step)}
         since = first_of_backward(step)
         sizes = step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
         if any(op.start >= since and not in_backward(op) for op in sizes):

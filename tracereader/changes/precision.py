@@ -1,9 +1,11 @@
 """Changes of element types: TF32 or bf16 on tensor cores, float32 instead of float64, weights that are cast once."""
 
 import re
+from bisect import bisect
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -14,7 +16,7 @@ from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplyi
 from tracereader.figures.decoding import weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
-from tracereader.figures.phases import in_backward
+from tracereader.figures.phases import in_backward, place_in_forward
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_ops
@@ -39,6 +41,25 @@ LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 STAY = 0.7  # the share of the fusable kernels that remains at least if the products run on other kernels
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+# What torch.autocast computes in fp32, and what in two bytes, after PyTorch's list (aten/src/ATen/autocast_mode.h). Ops
+# that are in neither list compute in their inputs' types, and in the widest of them.
+AUTOCAST_IN_FP32 = _aten(
+    "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist "
+    "erfinv exp expm1 group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_vector_norm log "
+    "log10 log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss nll_loss nll_loss2d norm pdist "
+    "poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan "
+    "triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_nearest2d"
+)
+AUTOCAST_IN_TWO_BYTES = _aten(
+    "_convolution _cudnn_rnn addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d convolution einsum gru_cell linear lstm_cell matmul mm mv prelu scaled_dot_product_attention"
+)
 
 
 def follows_tf32(before: Side, after: Side) -> bool:
@@ -135,8 +156,8 @@ def half_precision(case: Case) -> Proposal | None:
         return None
     products, found, also, halved = case.in_all_steps(times), len(times), "", {}
     if narrow < len(times):
-        # What follows a product computes with its two bytes. Autocast keeps normalizations and losses in fp32, and
-        # weights with their gradients, which backward fills with zeros if only some rows are used.
+        # What follows a product computes with its two bytes. Weights and their gradients, which backward fills with
+        # zeros if only some rows are used, stay in fp32.
         updates = case.launched_in(OPTIMIZER)
         moving = {
             work: one
@@ -145,7 +166,8 @@ def half_precision(case: Case) -> Proposal | None:
             and op is not None and type_of(op) == "fp32" and not op.name.startswith((*FOREACH, *FILLS))
         }  # fmt: skip
         halved = {work: max(one.us / 2, min(one.us, prices.LEAST_KERNEL_US)) for work, one in moving.items()}
-        following = [work for work, one in moving.items() if one.family in ("pointwise", "copy")]
+        follows = _follows_two_bytes(case)
+        following = [work for work, one in moving.items() if one.family in ("pointwise", "copy") and follows(work)]
         times |= {work: halved[work] for work in following}
         spared = sum(moving[work].us for work in following)
         also = f"; other kernels move half of the bytes then: {duration(spared)}" * bool(following)
@@ -169,6 +191,25 @@ def half_precision(case: Case) -> Proposal | None:
         assumed=True,
         most=most,
     )
+
+
+def _follows_two_bytes(case: Case) -> Callable[[Work], bool]:
+    """Return whether the last op before a kernel that autocast decides about is one that it computes in two bytes.
+
+    A kernel of backward counts where its forward op stands. A loss on normalized embeddings is an example of the
+    others: all that follows the norm is in fp32.
+    """
+    decided = AUTOCAST_IN_FP32 | AUTOCAST_IN_TWO_BYTES
+    forward = [op for op in case.step.walk() if op.name in decided and not in_backward(op)]
+    types = sorted((op.start, op.name in AUTOCAST_IN_TWO_BYTES) for op in forward)
+
+    def follows(work: Work) -> bool:
+        if work.launch is None:
+            return True
+        place = bisect(types, place_in_forward(case.trace, work.launch)[1], key=itemgetter(0))
+        return place > 0 and types[place - 1][1]
+
+    return follows
 
 
 def _slower_in_bf16(case: Case) -> dict[Work, float]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from tracereader.changes.context import Case
 from tracereader.figures.phases import in_backward
+from tracereader.figures.steps import ops_recorded
 from tracereader.trace.op_names import FFTS, NEED_CONTIGUOUS, RNNS
 
 BATCH_NORM = "batch_norm"  # in its ops' names
@@ -53,7 +54,7 @@ class Veto(NamedTuple):
 
 
 VETOES = (
-    Veto("fuse_pointwise", lambda case: not case.ops_recorded, "equal grids alone show too many chains"),
+    Veto("fuse_pointwise", lambda case: not ops_recorded(case.step), "equal grids alone show too many chains"),
     Veto("fuse_pointwise", lambda case: case.summary.training.has_sparse_gradients,
          "a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0"),
     Veto("fuse_pointwise", lambda case: case.differentiates_twice, "torch.compile cannot do that"),

@@ -9,7 +9,7 @@ from tracereader.changes.context import Case
 from tracereader.changes.host import Stretch, host, on_launching_threads
 from tracereader.changes.opportunity import Proposal
 from tracereader.figures.gpu_time import is_python, python_in
-from tracereader.figures.steps import labels
+from tracereader.figures.steps import labels, ops_recorded
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.replay.changes import spans_of, with_cpu_time, without_cpu_time
@@ -104,7 +104,7 @@ def cpu_tensors(case: Case) -> Proposal | None:
     keys=("workers", "compile"),
 )
 def python(case: Case) -> Proposal | None:
-    if not case.ops_recorded:
+    if not ops_recorded(case.step):
         return None  # the time outside recorded calls may be that of ops
     in_steps, typical = case.in_each_step(lambda step: host(step).pauses)
     spans = on_launching_threads(case, in_steps)

@@ -2,18 +2,15 @@
 
 from collections.abc import Mapping
 from functools import cached_property
-from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import OfInputs, by_inputs
 from tracereader.figures.steps import label_of, self_ns, self_us
-from tracereader.trace import Op, Step, Trace, all_around
+from tracereader.trace import Op, Step, Trace, all_around, dur_of
 from tracereader.trace.backends import shows_use
 from tracereader.trace.grouped import grouped
-
-_dur = attrgetter("dur")
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -160,6 +157,6 @@ class Cpu:
         calls = grouped((op.name, op) for op in self._step.walk() if op.kind == kind)
         launching = {op.name for op in self._reach_gpu.values() if op.kind == kind}
         return {
-            name: OpTimes(len(same), sum(map(_dur, same)) / 1e3, sum(map(self_ns, same)) / 1e3, name in launching)
+            name: OpTimes(len(same), sum(map(dur_of, same)) / 1e3, sum(map(self_ns, same)) / 1e3, name in launching)
             for name, same in calls.items()
         }

@@ -28,8 +28,6 @@ TAKES_WEIGHTS = {
 }
 # The types of weights that are not quantized.
 FLOATS = ("bf16", "fp16", "fp32", "fp64")
-# Ops that take a part of a tensor.
-TAKES_A_PART = ("aten::select", "aten::slice", "aten::index")
 _name = attrgetter("name")
 LOOKED_AT = 20_000  # activities of a step; shapes of a larger step are not compared
 
@@ -72,15 +70,6 @@ class LanguageModel(msgspec.Struct, frozen=True):
     decoding: Decoding | None
     weight_casts: int
     same_in_all_steps: bool | None
-
-
-def language_model(limits: Decoding | None, counted: Sequence[Step], step: Step) -> LanguageModel:
-    """Return the figures of the reported step. counted: all measured steps."""
-    return LanguageModel(
-        decoding=limits,
-        weight_casts=sum(len(work) for _, work in weight_casts(step)),
-        same_in_all_steps=same_in_all_steps(counted),
-    )
 
 
 def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Decoding | None:
@@ -171,19 +160,12 @@ def _cast_below(op: Op) -> list[Work]:
 
     Empty if it moves the input to another device. Quantized weights are left out: they are stored in few bytes.
     """
-    copies = [copy for child in op.children if child.name == "aten::_to_copy" for copy in child.children]
-    types = [copy.inputs.types for copy in copies if copy.name == "aten::copy_"]
+    below = [(child, copy) for child in op.children for copy in child.children]
+    types = [copy.inputs.types for child, copy in below if (child.name, copy.name) == ("aten::_to_copy", "aten::copy_")]
     if not types or any(len(some) < 2 or some[0] == some[1] for some in types):
         return []
     sources = [dtype_of(some[1]) for some in types]
     if any(source is not None and source.name not in FLOATS for source in sources):
         return []
-    return [one for one in _copies(op) if one.kind == "kernel"]
-
-
-def _copies(op: Op) -> list[Work]:
-    """Return the copies that the op's clone launched: aten::reshape, clone, copy_, the launch."""
-    below = [op]
-    for _ in range(3):
-        below = [child for one in below for child in one.children]
-    return [work for one in below for work in one.work if one.kind == "runtime"]
+    launches = [call for _, copy in below for call in copy.children if call.kind == "runtime"]
+    return [one for call in launches for one in call.work if one.kind == "kernel"]

@@ -68,10 +68,10 @@ class Parts(msgspec.Struct, frozen=True):
     compute: Intervals
     communication: Intervals
     exposed_communication: Intervals
-    exposed_copy: Intervals
-    not_launched: Intervals
-    launched: Intervals
-    unknown: Intervals
+    exposed_copy: Intervals = []
+    not_launched: Intervals = []
+    launched: Intervals = []
+    unknown: Intervals = []
     device: int | str = 0
     by_family: dict[str, Intervals] = {}
     elsewhere: Intervals = []

@@ -103,6 +103,12 @@ def forwards_of(trace: Trace, node: Op) -> Iterator[tuple]:
     return (trace.forward_of[key] for key in keys if key in trace.forward_of)
 
 
+def place_in_forward(trace: Trace, launch: Op) -> tuple:
+    """Return the thread and start (ns) of the forward op that a launch of backward belongs to, or its own."""
+    around = ((op.track, op.start) for op in (launch, *launch.above()))
+    return next(filter(None, map(trace.forward_of.get, around)), (launch.track, launch.start))
+
+
 @kept_by_step
 def nodes_by_forward(trace: Trace, step: Step) -> list[tuple[int, Op]]:
     """Return the start (ns) of each node's forward in this step, and the node, in this order."""

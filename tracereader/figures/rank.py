@@ -282,9 +282,6 @@ def cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
         compute=compute,
         communication=communication,
         exposed_communication=minus(communication, compute),
-        exposed_copy=[],
-        not_launched=[],
-        launched=[],
         unknown=minus([(start, end)], union([*compute, *communication])),
     )
 

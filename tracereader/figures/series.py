@@ -30,11 +30,6 @@ class Series(msgspec.Struct, frozen=True):
     mean_us: float
     ramp: float | None
 
-    @property
-    def slowest(self) -> str:
-        """Return the name of the step with the longest time."""
-        return self.steps[self.us.index(max(self.us))]
-
 
 def series(trace: Trace, step: Step, left_out: Sequence[str] = ()) -> tuple[Series, ...]:
     """Return the series of every GPU activity of the step, the costliest first; of ops' self time in a run on the CPU.

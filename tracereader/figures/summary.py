@@ -12,7 +12,7 @@ from tracereader.figures.communication import Communication, communication
 from tracereader.figures.compiled import Compiled, compiled
 from tracereader.figures.cpu import Cpu
 from tracereader.figures.debugging import Debugging, debugging
-from tracereader.figures.decoding import LanguageModel, decoding, language_model
+from tracereader.figures.decoding import LanguageModel, decoding, same_in_all_steps, weight_casts
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, Parts, families, gpu_time, idle_in, parts_by_device
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
@@ -215,7 +215,11 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         communication=communication(trace, counted, parts, start, end, regime.steady),
         debugging=debugging(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
-        llm=language_model(decoding(trace, lanes, usual_busy_us(facts[left_out:])), counted, step),
+        llm=LanguageModel(
+            decoding=decoding(trace, lanes, usual_busy_us(facts[left_out:])),
+            weight_casts=sum(len(work) for _, work in weight_casts(step)),
+            same_in_all_steps=same_in_all_steps(counted),
+        ),
         compiled=compiled(trace),
         profiler=profiler(trace),
         inside=inside(trace),

@@ -2,11 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import STEP, Op, Trace, asking_ops, start_of
+from tracereader.trace import STEP, Op, Trace, asking_ops, dur_of, start_of
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import COLLECTIVE
 
@@ -18,7 +17,6 @@ NOT_IN_IT = frozenset(
     }
 )  # fmt: skip
 EVERY_STEP = f"{STEP[:-1]}*"  # one row for all steps' marks, as in torch's table
-_dur = attrgetter("dur")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -131,7 +129,7 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     tracks[main] += trace.overheads
     nodes, parents = [], []
     for ops in tracks.values():
-        ops.sort(key=_dur, reverse=True)
+        ops.sort(key=dur_of, reverse=True)
         ops.sort(key=start_of)
         open_: list[int] = []
         for op in ops:

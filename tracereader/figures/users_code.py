@@ -17,9 +17,8 @@ LIBRARIES = (
     "megatron", "numpy", "peft", "pytorch_lightning", "sglang", "timm", "torch", "torchao", "torchaudio", "torchvision",
     "transformers", "transformer_engine", "triton", "trl", "vllm", "xformers",
 )  # fmt: skip
-# Scripts have these names, too.
-SCRIPTS = ("code", "profile", "test", "trace")
-NOT_THE_USERS = {*LIBRARIES, *sys.stdlib_module_names}.difference(SCRIPTS)
+# Scripts have these four names, too.
+NOT_THE_USERS = {*LIBRARIES, *sys.stdlib_module_names}.difference(("code", "profile", "test", "trace"))
 INSTALLED = re.compile(r"(site|dist)-packages/|/lib/python\d|^<(?!ipython)")
 CALL = re.compile(r"(.+)\((\d+)\): (.+)")
 MOST = 0.5  # the function is the innermost one that holds at least this share of the time

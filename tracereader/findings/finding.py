@@ -172,16 +172,13 @@ def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
     return unit, [significant(one / scale) for one in us]
 
 
-FAR_APART = 50  # times
-
-
 def part_of(part_us: float, whole_us: float, between: str = "of the") -> str:
     """Return two times (µs) that are compared, for example "106 of the 220 µs". between: the words for "of the".
 
     They have one unit and three significant digits each. If the unit fits only the longer one, each has its own unit.
     """
     unit, (part, whole) = in_one_unit([part_us, whole_us])
-    if FAR_APART * min(part_us, whole_us) < max(part_us, whole_us):
+    if 50 * min(part_us, whole_us) < max(part_us, whole_us):
         return f"{duration(part_us)} {between} {duration(whole_us)}"
     return f"{part} {between} {whole} {unit}"
 

@@ -51,8 +51,7 @@ def is_idle_less(summary: Summary) -> bool:
     False where the run measured the step without the profiler, and for CUDA graphs: the trace does not show by how much
     recording makes their launches longer.
     """
-    gpu = summary.steady
-    return may_lengthen(summary) and gpu.idle_not_launched_us >= SOME_IDLE * summary.steady_us > 0
+    return may_lengthen(summary) and summary.steady.idle_not_launched_us >= SOME_IDLE * summary.steady_us > 0
 
 
 def may_lengthen(summary: Summary) -> bool:

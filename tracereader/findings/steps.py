@@ -114,16 +114,15 @@ def waiting(summary: Summary) -> tuple[str, str]:
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
     after = "after the slow first step, " if summary.after_first else ""
     which = "the busiest GPU" if summary.busy_by_device else "the GPU"
+    busy_in = _persistent(summary)
     if found in ("compute", "memory"):
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         # If kernels overlap, the sum of their times exceeds the GPU's busy time.
         share = sum(one.us for one in near) / min(summary.summed_us, summary.gpu_us)
-        near_the_roof = (
+        busy_in = (
             f"{min(share, 1.0):.0%} of the busy time is in kernels that reach {reached(near):.0%} of the data sheet's "
             f"{words.ROOFS[found][0]}"
         )
-        return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof, which) + _untraced(summary)
-    busy_in = _persistent(summary) or _largest_family(gpu)
     return word, after + of_the_gpu(found, gpu, summary.steady_us, busy_in, which) + _untraced(summary)
 
 
@@ -241,10 +240,8 @@ WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
 
 def busy_machine(summary: Summary) -> str | None:
     """Return a sentence on why other programs probably used the cores, with advice; None without a sign of that."""
-    if summary.waits_for not in ("cpu-only", "overhead"):
-        return None
     found = summary.uneven
-    if found is None:
+    if found is None or summary.waits_for not in ("cpu-only", "overhead"):
         return None
     short, long = summary.steps[found.short], summary.steps[found.long]
     more = long.cpu_us - short.cpu_us
@@ -423,11 +420,9 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         slower = f"most calls are {low if low == high else f'{low} to {high}'} times slower"
         started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
         return slower + started + beside
-    slowest, us = [], 0.0
-    for name in list(more.slower)[:3]:
-        slowest.append(name)
-        us += more.slower[name]
-        if us > more.us / 2:
+    for count in (1, 2, 3):
+        slowest = list(more.slower)[:count]
+        if sum(more.slower[name] for name in slowest) > more.us / 2:
             return f"{cold}{_took(more, slowest)}{beside}"
     return None
 

@@ -174,7 +174,7 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
     Python, is also removed if nothing else is launched in it.
     """
     times, gone, spans = {}, [], []
-    launches = graph.launch_starts
+    launches = sorted({id(one.launch): one.launch.start for one in graph.trace.work if one.launch is not None}.values())
     for work, us in groups:
         first, *rest = sorted(work, key=start_of)
         times[first] = us
@@ -187,21 +187,18 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
     return with_durations(without_cpu_time(without_work(graph, gone), spans), times)
 
 
-def cuda_graph(
-    graph: Graph, runs: Iterable[Run] | None = None, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US
-) -> Graph:
+def cuda_graph(graph: Graph, runs: Iterable[Run] | None = None, launch_us: float | None = None) -> Graph:
     """Return the graph in which the launches between two waits of a step are one launch of a CUDA graph.
 
     On each thread, the time from the first to the last launching op is removed. Calls that wait stay, and so do ops
     that contain one. runs: the only launches that change, from launches_between_waits(); None means all of them.
-    launch_us: the time of the graph's launch; None derives it from the number of activities. gap_us: the time between
-    two activities of a graph, one of which waits for the other.
+    launch_us: the time of the graph's launch; None derives it from the number of activities.
     """
     if runs is None:
         runs = (run for step in graph.trace.steps for run in launches_between_waits(graph, step))
     spans, added, before, wait, activity = [], [], graph.before, graph.wait, graph.activity
     lag, wait_lag = graph.lag[:], graph.wait_lag[:]
-    gap_ns = round(gap_us * 1e3)
+    gap_ns = round(GRAPH_GAP_US * 1e3)
     for run in runs:
         work = [one for _, launched in run for one in launched]
         for track, some in grouped((op.track, op) for op, _ in run).items():
@@ -293,15 +290,11 @@ def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
         for node, other in enumerate(column):
             if other in moved:
                 column[node] = NOBODY
-    last: list[int] = []
-    for step in graph.steps:
-        staying = [node for node in step.work if node not in moved]
-        if last and staying:
-            first = min(staying)
-            behind = max(last)
-            if behind < first and wait[first] == NOBODY:
-                wait[first] = behind
-        last = [node for node in step.work if node in moved]
+    for previous, step in pairwise(graph.steps):
+        behind = max((node for node in previous.work if node in moved), default=NOBODY)
+        first = min((node for node in step.work if node not in moved), default=NOBODY)
+        if NOBODY < behind < first and wait[first] == NOBODY:
+            wait[first] = behind
     return replace(graph, before=before, lag=lag, via=via, wait=wait, aside=graph.aside | moved)
 
 

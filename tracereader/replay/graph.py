@@ -44,7 +44,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from statistics import median_low
 
 import msgspec
@@ -54,7 +54,7 @@ from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, wor
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals
+from tracereader.trace.intervals import Intervals, length_between
 from tracereader.trace.waits import MAY_WAIT, OF_THE_DEVICE, is_wait
 
 # Defaults for traces with fewer than ENOUGH measurements: the launch latency on an idle GPU, and the gap between two
@@ -160,15 +160,10 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         counts: dict[int, int] = defaultdict(int)
         outermost_of: dict[int, int] = {}
         for key, op in calls.items():
-            launched, top = len(op.work), key
-            counts[key] += launched
-            while (op := op.parent) is not None and op.kind != "label":
-                top = id(op)
-                counts[top] += launched
-            outermost_of[key] = top
-            while op is not None:
-                counts[id(op)] += launched
-                op = op.parent
+            around = [op, *op.above()]
+            for one in around:
+                counts[id(one)] += len(op.work)
+            outermost_of[key] = id(next((one for one, above in pairwise(around) if above.kind == "label"), around[-1]))
         return counts, outermost_of
 
     @cached_property
@@ -181,17 +176,9 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Return the time (µs) that a step's threads work, the mean of the steps. Waits for the GPU do not count."""
         return sum([self.lag[node] for nodes in self.threads.values() for node in nodes]) / 1e3 / len(self.steps)
 
-    @cached_property
-    def launch_starts(self) -> list[int]:
-        """Return when each call that launches GPU work starts (ns), in order."""
-        calls = {id(one.launch): one.launch for one in self.trace.work if one.launch is not None}
-        return sorted([call.start for call in calls.values()])
-
     def is_gone(self, op: Op) -> bool:
         """Return whether changes have removed the CPU time in which this op or call starts."""
-        spans = self.gone.get(op.track, ())
-        place = bisect.bisect_right(spans, op.start, key=operator.itemgetter(0))
-        return place > 0 and op.start < spans[place - 1][1]
+        return length_between(self.gone.get(op.track, []), op.start, op.start + 1) > 0
 
     def ends(self) -> list[int]:
         """Return the end of each node (ns). Its start is its end minus its `dur`."""
@@ -275,9 +262,8 @@ class Builder:
         self.calls: dict[int, tuple[Op, int]] = {}  # id(Op) of a waiting call -> the call and the node of its return
         self.activity: dict[int, int] = {}
         self.between_streams: dict[tuple, list[int]] = defaultdict(list)  # track -> its cudaStreamWaitEvent calls
-        ends = [one.start + one.dur for one in trace.work]
-        self.by_end = [trace.work[place] for place in sorted(range(len(ends)), key=ends.__getitem__)]
-        self.ends = sorted(ends)
+        self.by_end = sorted(trace.work, key=lambda one: one.start + one.dur)
+        self.ends = [one.start + one.dur for one in self.by_end]
         self.launches = sorted([one.launch.start for one in trace.work if one.launch is not None])
         self.latency_ns, self.gap_ns = _typical(trace.work)
         self.recorded = _Recorded(trace)

@@ -57,8 +57,7 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
         parts.insert(0, near)
     best, nearest = None, math.inf
     for part in parts:
-        graph = Builder(part, recorded_us, len(part.steps) == 1 < len(trace.steps)).built()
-        graph = prepare(graph, trace, usual)
+        graph = prepare(Builder(part, recorded_us, len(part.steps) == 1 < len(trace.steps)).built(), trace, usual)
         replayed_us = graph.step_us()
         off = replayed_us / recorded_us
         if abs(off - 1) < nearest:

@@ -78,7 +78,7 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[Mark]]], width: int, glyphs: Gl
     start, end = min(one.start for one in pieces), max(one.end for one in pieces)
     column = _columns_of(start, end, columns)
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
-    lines += [f"{title:{margin}}" + _row(row, column, columns, glyphs) for title, row in rows]
+    lines += [f"{title:{margin}}" + _row(row, column, columns, glyphs, {}) for title, row in rows]
     return [line.rstrip() for line in lines]
 
 
@@ -99,13 +99,7 @@ def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     return list(threads.values())
 
 
-def _row(
-    slices: Sequence[Op | Work | Mark],
-    column,
-    columns: int,
-    glyphs: Glyphs,
-    layers: Mapping[int, str] = MappingProxyType({}),
-) -> str:
+def _row(slices: Sequence[Op | Work | Mark], column, columns: int, glyphs: Glyphs, layers: Mapping[int, str]) -> str:
     cells = [" "] * columns
     free, hidden = 0, 0
     for one in sorted(slices, key=lambda one: one.start):

@@ -121,10 +121,7 @@ def _between(work: Sequence[GpuWork]) -> list[Row]:
     if len(work) <= BETWEEN + 1:
         return [Row(one) for one in work]
     rest = work[BETWEEN:]
-    return [
-        *(Row(one) for one in work[:BETWEEN]),
-        Row(None, left_out=len(rest), left_out_us=sum(one.us for one in rest)),
-    ]
+    return [*map(Row, work[:BETWEEN]), Row(None, left_out=len(rest), left_out_us=sum(one.us for one in rest))]
 
 
 def _row(name: str, one: Repeat, each: Unit, in_all: Unit, total: float | None) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ def show(
     if max(one.us) < VARIES * min(one.us):
         said = f"varies by up to {max(one.us) / min(one.us) - 1:.0%}"
     else:
-        step = one.slowest.removeprefix(STEP[:-1])
+        step = one.steps[one.us.index(max(one.us))].removeprefix(STEP[:-1])
         said = f"is slowest in {plain(step)}: {max(one.us) / one.median_us:.2f} times its median"
         if one.mean_us > MEAN_MISLEADS * one.median_us:
             said += f", so the mean is {one.mean_us / one.median_us - 1:.0%} above the median: quote the median"

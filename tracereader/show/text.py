@@ -287,10 +287,6 @@ def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
     return Unit("µs", 1.0, 1)
 
 
-DIGITS = 4  # significant ones
-SHORT_US = 10.0
-
-
 def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> list[Unit]:
     """Return the unit of this name for each column of times (µs) that are compared with the others.
 
@@ -302,8 +298,8 @@ def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> list[Unit]:
     for column in columns:
         times = [abs(value) for value in column if value]
         before_point = 1 + math.floor(math.log10(min(times, default=length) / length))
-        finest = round(math.log10(length)) + (max(times, default=length) < SHORT_US)
-        units.append(Unit(name, length, max(1, min(DIGITS - before_point, finest))))
+        finest = round(math.log10(length)) + (max(times, default=length) < 10.0)
+        units.append(Unit(name, length, max(1, min(4 - before_point, finest))))
     return units
 
 

@@ -8,13 +8,13 @@ from tracereader.trace.slices import (
     Op,
     Phase,
     Rank,
-    Recorded,
     Step,
     Sync,
     Trace,
     Work,
     all_around,
     asking_ops,
+    dur_of,
     innermost,
     outermost,
     start_of,
@@ -22,6 +22,6 @@ from tracereader.trace.slices import (
 from tracereader.trace.tree import read
 
 __all__ = [
-    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Step", "StepsBy", "Sync", "Trace",
-    "TraceError", "Work", "all_around", "asking_ops", "innermost", "outermost", "read", "start_of",
+    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Step", "StepsBy", "Sync", "Trace",
+    "TraceError", "Work", "all_around", "asking_ops", "dur_of", "innermost", "outermost", "read", "start_of",
 ]  # fmt: skip

@@ -27,18 +27,15 @@ HEAVY = (*IN_EVERY_LAYER, "communication")
 # Names of work without a family. The op gives no more information about it.
 NO_FAMILY = tuple(does for _, family, does in JOBS if family == "other")
 # Torch ops whose family JOBS does not give.
-TORCHS = tuple(
-    (re.compile(pattern), family)
-    for pattern, family in (
-        (r"^aten::\w*conv(?!ert)|^\w*Conv\w*Backward\d*$|^\w*convolution\w*$", "convolution"),
-        (r"^aten::\w*attention", "attention"),
-        (r"^aten::(?:mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|vdot|linear|matmul|einsum|tensordot|bilinear|_addmm_activation"
-         r"|_(?:scaled|int|grouped|scaled_grouped)_mm|_weight_int\w+)_?$", "GEMM"),
-        (r"^aten::\w*(?:batch|layer|group|instance|rms|weight)_norm", "normalization"),
-        (r"^aten::(?:linalg_(?:vector_)?|_foreach_)?norm$", "reduction"),
-        (r"^aten::_fused_(?:adam|sgd|adagrad)", "optimizer"),
-        (r"^(?:c10d|nccl|_c10d_functional|symm_mem):|^record_param_comms", "communication"),
-    )
+TORCHS = (
+    (r"^aten::\w*conv(?!ert)|^\w*Conv\w*Backward\d*$|^\w*convolution\w*$", "convolution"),
+    (r"^aten::\w*attention", "attention"),
+    (r"^aten::(?:mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|vdot|linear|matmul|einsum|tensordot|bilinear|_addmm_activation"
+     r"|_(?:scaled|int|grouped|scaled_grouped)_mm|_weight_int\w+)_?$", "GEMM"),
+    (r"^aten::\w*(?:batch|layer|group|instance|rms|weight)_norm", "normalization"),
+    (r"^aten::(?:linalg_(?:vector_)?|_foreach_)?norm$", "reduction"),
+    (r"^aten::_fused_(?:adam|sgd|adagrad)", "optimizer"),
+    (r"^(?:c10d|nccl|_c10d_functional|symm_mem):|^record_param_comms", "communication"),
 )  # fmt: skip
 # Ops of whole layers launch work of several families.
 WHOLE_LAYERS = re.compile(r"Linear|MLP|M[oO]E|moe_forward|Compiled|CUDAGraph|Checkpoint|Block|Module")
@@ -113,7 +110,8 @@ def _ops_around(work: Work) -> Iterator[str]:
 def of_op(op: str) -> str:
     """The family of what an op of this name computes; "" if the name does not say."""
     op = op.removeprefix(AUTOGRADS)[:LOOKED_AT]
-    if (family := next((family for pattern, family in TORCHS if pattern.search(op)), "")) or WHOLE_LAYERS.search(op):
+    family = next((family for pattern, family in TORCHS if re.search(pattern, op)), "")
+    if family or WHOLE_LAYERS.search(op):
         return family
     own = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", op)
     family, _ = job_of(own) or ("", "")

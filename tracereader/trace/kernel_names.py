@@ -522,15 +522,12 @@ def _triangle(match, text):
     return "pointwise", "ATen", {"does": does, "types": _types(text, match.end("name"))}
 
 
-OPTIMIZERS = r"(Adam|SGD|Sgd|Adagrad|LAMB|Lamb|NovoGrad|Lion|RMSprop|Adadelta)"
-
-
 def _foreach(match, text):
     """torch's _foreach_ ops and fused optimizers; Apex's and Transformer Engine's of the same name."""
     maker = next((maker for word, maker in FOREACH_MAKERS if word in text), "Apex")
     rest = text[match.end() : match.end() + 800]
     parts = {"types": _types(text, match.end("name")) if maker == "ATen" else ""}
-    does = _part(OPTIMIZERS, rest).lower()
+    does = _part("(Adam|SGD|Sgd|Adagrad|LAMB|Lamb|NovoGrad|Lion|RMSprop|Adadelta)", rest).lower()
     if does or "FusedOptimize" in rest or "non_finite" in rest:
         scales = not does and "FusedOptimize" not in rest
         return "optimizer", maker, {"does": "gradient scaling" if scales else does, **parts}
@@ -546,10 +543,6 @@ FOREACH_MAKERS = (("transformer_engine", "Transformer Engine"), ("at::native", "
 
 def _way(text: str) -> str:
     return "backward" if re.search("bwd|[Bb]ackward|Bwd|bprop|cutlassB|_dkdv|dk_dv", text) else "forward"
-
-
-# Kernels before or after the attention kernel: row sums, combining parts, casts.
-BESIDE = "prepares the gradients"
 
 
 def _attends(own: str) -> str:
@@ -690,14 +683,10 @@ LIGER_JOBS = (("norm|dyt", "normalization"), ("glu|rope|relu", "pointwise"), (""
 
 
 COPIES = {
-    way: does
-    for ways, does in (
-        (("DtoD", "Device-to-Device", "DeviceToDevice"), "within the GPU's memory"),
-        (("HtoD", "Host-to-Device", "HostToDevice"), "from the CPU's memory"),
-        (("DtoH", "Device-to-Host", "DeviceToHost"), "to the CPU's memory"),
-        (("PtoP",), "between GPUs"),
-    )
-    for way in ways
+    **dict.fromkeys(("DtoD", "Device-to-Device", "DeviceToDevice"), "within the GPU's memory"),
+    **dict.fromkeys(("HtoD", "Host-to-Device", "HostToDevice"), "from the CPU's memory"),
+    **dict.fromkeys(("DtoH", "Device-to-Host", "DeviceToHost"), "to the CPU's memory"),
+    "PtoP": "between GPUs",
 }
 
 
@@ -727,7 +716,7 @@ READERS = (
     (LIGER, _liger),
     # AOTriton, which PyTorch calls on AMD GPUs, and flash-attention's Triton version have the same names
     (r"^(?:bare_)?attn_fwd(?:_\w+)?$|^bwd_(?:kernel_(?:dk_?dv|dq|fuse)|preprocess)\w*$",
-     lambda m, t: ("attention", "Triton", {"does": BESIDE if "preprocess" in t else _way(t)})),
+     lambda m, t: ("attention", "Triton", {"does": "prepares the gradients" if "preprocess" in t else _way(t)})),
     # attention
     (r"^cudnn\w{0,60}sdpa", _cudnn_attention),
     (r"^fmha_cutlass[FB]_(?P<rest>\w+)", _memory_efficient),
@@ -798,13 +787,12 @@ MAKERS = (
     (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
     (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::",
      "TensorRT-LLM"),
-    (r"^transformer_engine::|^nvte_", "Transformer Engine"),
+    (r"^transformer_engine::|^nvte_|^k?userbuffers_", "Transformer Engine"),
     (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
      r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
     (r"^rocblas_|^hipblas", "rocBLAS"),
     (r"^rocfft|^fft_rtc_", "rocFFT"),
     (r"^msccl", "MSCCL"),
-    (r"^k?userbuffers_", "Transformer Engine"),
     (r"^primus_turbo::", "Primus Turbo"),
     (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
     (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),

@@ -176,6 +176,6 @@ def _wanted(path: Path, wanted: str, found: Mapping[Pid, Process]) -> Pid:
     raise TraceError(f"{path}: --process {wanted}: the processes are {some_of([one.name for one in found.values()])}")
 
 
-def some_of(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str], most: int = NAMED) -> str:
     """Return the first names, and how many others there are."""
-    return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
+    return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)

@@ -421,7 +421,7 @@ def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:
     if ns < least:
         return None
     until = min(first.start, max(ended, *(op.end for op in waits))) if waits and not hidden else first.start
-    return Earlier(until, ns, tuple(waits), bool(before) and ended > step.start)
+    return Earlier(until, ns, tuple(waits))
 
 
 def _first_waits(step: Step, ended: int) -> list[Op]:

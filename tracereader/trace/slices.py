@@ -23,8 +23,8 @@ from tracereader.trace.types import Inputs, inputs_of
 
 # In the names of a kernel's phases.
 WAIT, REPETITION = "wait: ", re.compile(r" \d+$")
-# The start of a slice, or of anything else that has one: what most lists are sorted and searched by.
-start_of, _dur = attrgetter("start"), attrgetter("dur")
+# The start and the length of a slice, or of anything else that has them: what lists are sorted and searched by.
+start_of, dur_of = attrgetter("start"), attrgetter("dur")
 
 
 class Slice(msgspec.Struct, eq=False):
@@ -172,7 +172,7 @@ def sort_by_start(slices: list) -> None:
         start, reached = slices[place].start, place + 1
         while reached < len(slices) and slices[reached].start == start:
             reached += 1
-        slices[place:reached] = sorted(slices[place:reached], key=_dur, reverse=True)
+        slices[place:reached] = sorted(slices[place:reached], key=dur_of, reverse=True)
 
 
 class Work(Slice, eq=False):
@@ -399,13 +399,12 @@ class Earlier(msgspec.Struct, frozen=True):
     """The first step's wait for GPU work from before the recording, or from before the step.
 
     until: when that work had ended (ns). ns: by how much the wait makes the step longer. calls: the runtime calls that
-    waited, before the step launched anything. recorded: whether the trace has activities of that work.
+    waited, before the step launched anything.
     """
 
     until: int
     ns: int
     calls: tuple[Op, ...]
-    recorded: bool
 
 
 class Mixed(msgspec.Struct, frozen=True):

@@ -359,7 +359,6 @@ class _Ties(msgspec.Struct):
     correlation: int | None = None
     device: int | str | None = None
     stream: int | None = msgspec.field(name="original_stream", default=None)
-    graph: int | None = msgspec.field(name="graph id", default=None)
     node: int | None = msgspec.field(name="graph node id", default=None)
     name: object = None
     annotation: object = None

@@ -7,6 +7,7 @@ import msgspec
 
 from tracereader.trace.kernel_names import labels
 from tracereader.trace.labels import COMPILE_ROWS
+from tracereader.trace.processes import some_of
 from tracereader.two_runs import compare
 from tracereader.two_runs.changed_work import Named, changed_work
 from tracereader.two_runs.side import Side
@@ -119,10 +120,10 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
         "ops new": [name for name in new if name not in COMPILE_ROWS and name not in other.work],
         "calls": [f"{name} {was:,} → {now:,}" for name, (was, now) in counts.items() if was != now],
     }
-    changed = [f"{what}: {_listed(names)}" for what, names in lists.items() if names]
+    changed = [f"{what}: {some_of(names, OPS_SHOWN)}" for what, names in lists.items() if names]
     changed += _inputs(first, other) + _graphs(first, other)
     same = [name for name, (was, now) in counts.items() if was == now]
-    return changed, ["ops: " + _listed(same, FEW)] if same else []
+    return changed, ["ops: " + some_of(same, FEW)] if same else []
 
 
 def _inputs(first: Side, other: Side) -> list[str]:
@@ -132,7 +133,7 @@ def _inputs(first: Side, other: Side) -> list[str]:
         before, after = (Counter(side.summary.cpu.inputs.get(name)) for side in (first, other))
         if before and after and before != after and before.total() == after.total():
             gone, new = ([one for one, _ in some.most_common()] for some in (before - after, after - before))
-            texts.append(f"{name} {_listed(gone, 1)}, then {_listed(new, 1)}")
+            texts.append(f"{name} {some_of(gone, 1)}, then {some_of(new, 1)}")
     rest = _and_more(len(texts), INPUTS_SHOWN).replace(" more", " more ops")
     return [f"inputs: {'; '.join(texts[:INPUTS_SHOWN])}{rest}"] if texts else []
 
@@ -142,13 +143,9 @@ def _graphs(first: Side, other: Side) -> list[str]:
     found = first.graphs, other.graphs
     if not all(found) or found[0] == found[1]:
         return []
-    before, after = (_listed([f"{one[:HASH_SHOWN]}…" for one in graphs], FEW) for graphs in found)
+    before, after = (some_of([f"{one[:HASH_SHOWN]}…" for one in graphs], FEW) for graphs in found)
     has = "graphs have other hashes" if max(map(len, found)) > 1 else "graph has another hash"
     return [f"the compiled {has}: {before}, then {after}"]
-
-
-def _listed(names: Sequence[str], shown: int = OPS_SHOWN) -> str:
-    return ", ".join(names[:shown]) + _and_more(len(names), shown)
 
 
 def _and_more(count: int, shown: int) -> str:

@@ -24,7 +24,6 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("page", "timeline")
 ESCAPED = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-LEVEL = 6  # of gzip's compression
 
 
 def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) -> str:
@@ -51,7 +50,7 @@ def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
     """Return the length of the description (8 bytes, little-endian), the description and the columns, as base64."""
     head = strict_json(slices, compact=True).encode()
     whole = b"".join([len(head).to_bytes(8, "little"), head, *chunks])
-    return base64.b64encode(gzip.compress(whole, LEVEL, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(whole, compresslevel=6, mtime=0)).decode()
 
 
 @cache
