@@ -105,7 +105,18 @@ def _follows_cuda_graph(before: Side, after: Side) -> bool:
     keys=("compile_reduce_overhead", "compile_max_autotune"),
 )
 def cuda_graph(case: Case) -> Proposal | None:
-    return graph_as_it_is(case) or _without_obstacles(case)
+    """Return a proposal of the graphs that the program can make now, or of those that it could make without obstacles.
+
+    The condition is worth naming where nothing can be replayed now, or where its graphs save more than twice as much.
+    """
+    now, step_us = graph_as_it_is(case), case.graph.step_us()
+    saved = step_us - now.graph.step_us() if now is not None else 0.0
+    if now is not None and 2 * saved >= step_us - case.summary.chosen.gpu_busy_us:
+        return now  # graphs save no more than the time in which the GPU is idle
+    then = _without_obstacles(case)
+    if now is None or then is None:
+        return now or then
+    return then if step_us - then.graph.step_us() > 2 * saved else now
 
 
 def _without_obstacles(case: Case) -> Proposal | None:
