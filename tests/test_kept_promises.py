@@ -156,6 +156,33 @@ def test_the_checkpoints_hooks_in_backward_go_with_the_recomputed_ops(file):
         )
 
 
+@pytest.mark.parametrize("program", ["checkpointed_llama", "llama_finetune", "globe_mesh"])
+def test_what_enters_a_checkpoint_in_forward_goes_with_the_recomputed_ops(program):
+    """It is Python that keeps the state of the random numbers, an op without a size among it, and the inputs."""
+    events = raw_events(base(program))
+    mark = raw_steps(events)[1]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    kept = [e for e in ops if e["name"] == "_NoopSaveInputs"]
+    us = 0.0
+    for one in kept:
+        before = [e for e in ops if e["tid"] == one["tid"] and end(e) <= one["ts"] and e["name"] != "aten::empty"]
+        us += end(one) - max(map(end, before))
+    case = case_of(base(program))
+    spans = copies._entering(case.trace.steps[1])
+    assert len(spans) == len(kept) >= 3
+    assert sum(last - begin for _, begin, last in spans) / 1e3 == pytest.approx(us, rel=0.01)
+    without = copies.no_recompute(case).graph
+    assert all(
+        any(begin <= start <= last <= stop for begin, stop in without.gone[track])
+        for step in case.steps
+        for track, start, last in copies._entering(step)
+    )
+    low, high = priced_changes(base(program))["no_recompute"].estimated_savings or (0.24, 0.24)
+    variants = RESULTS[program]
+    (variant,) = (name for name, row in variants.items() if row["proposal"] == "no_recompute")
+    assert low <= saved(program, variant) <= high + 0.1
+
+
 def test_checkpoints_without_hooks_have_nothing_to_unpack():
     """Nodes that need nothing of a checkpoint start their first op after less than a launch."""
     shares = []

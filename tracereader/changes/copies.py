@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -25,6 +26,7 @@ WAITS_LONGER = 2  # times as long as the copies: from there on, the wait in thei
 # CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
 # so the time that it costs is the CPU's wait for it (remove_sync).
 STAGED_BYTES = 64 * 1024
+KEEPS_INPUTS = "_NoopSaveInputs"  # torch.utils.checkpoint, with use_reentrant=False
 
 
 def _no_new_heavy_work(before: Side, after: Side) -> bool:
@@ -46,7 +48,7 @@ def no_recompute(case: Case) -> Proposal | None:
     if recomputed is None:
         return None
     ops = [op for step in case.steps for op in recomputed_ops(step)]
-    spans = _stretches(ops) + [span for step in case.steps for span in _unpacking(step)]
+    spans = _stretches(ops) + [span for step in case.steps for span in chain(_entering(step), _unpacking(step))]
     return Proposal(
         without_cpu_time(without_ops(case.graph, ops), spans),
         f"{counted(recomputed.calls, 'forward op')} run again in backward: "
@@ -66,6 +68,16 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
         end = min((op.start for op in parent.children if op.start >= last), default=parent.end)
         found.append((some[0].track, parent.start, end))
     return found
+
+
+def _entering(step: Step) -> list[tuple[tuple, int, int]]:
+    """Return the spans in which forward enters a checkpoint: Python that also keeps the state of the random numbers.
+
+    They end with the op that keeps the inputs. Checkpoints with use_reentrant=True call none.
+    """
+    ops = [op for op in step.outermost if op.kind == "op" and op.name != "aten::empty"]
+    entered = (pair for pair in pairwise(ops) if pair[1].name == KEEPS_INPUTS and pair[0].track == pair[1].track)
+    return [(op.track, before.end, op.end) for before, op in entered]
 
 
 def _unpacking(step: Step) -> list[tuple[tuple, int, int]]:
