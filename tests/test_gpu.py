@@ -4,10 +4,7 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, names, only_trace
-
-from tracereader.changes.precision import AUTOCAST_IN_FP32, AUTOCAST_IN_TWO_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -39,22 +36,6 @@ def gradients(how, passes):
                 torch.compiler.cudagraph_mark_step_begin()
             called(one).square().mean().backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-@torch.autocast("cuda", torch.bfloat16)
-def test_autocast_computes_in_the_types_that_a_prediction_assumes():
-    short = torch.rand(8, 8, device="cuda", dtype=torch.bfloat16)
-    wide = short.float()
-    in_fp32 = {
-        "exp": short.exp(), "pow": short.pow(2), "sum": short.sum(), "softmax": short.softmax(-1),
-        "mse_loss": F.mse_loss(short, short), "linalg_vector_norm": torch.linalg.vector_norm(short),
-        "layer_norm": F.layer_norm(short, (8,)), "upsample_nearest2d": F.interpolate(short[None, None], scale_factor=2),
-    }  # fmt: skip
-    in_two_bytes = {"linear": F.linear(wide, wide), "bmm": torch.bmm(wide[None], wide[None])}
-    assert {name: one.dtype for name, one in in_fp32.items()} == dict.fromkeys(in_fp32, torch.float32)
-    assert {name: one.dtype for name, one in in_two_bytes.items()} == dict.fromkeys(in_two_bytes, torch.bfloat16)
-    assert {f"aten::{name}" for name in in_fp32} <= AUTOCAST_IN_FP32
-    assert {f"aten::{name}" for name in in_two_bytes} <= AUTOCAST_IN_TWO_BYTES
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4])

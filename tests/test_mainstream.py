@@ -118,13 +118,96 @@ def test_what_autocast_computes_in_fp32_keeps_its_time():
     assert "half_precision" not in priced_changes(base("triplet_miner"))
 
 
+def as_bool(events):
+    for e in events:
+        if e.get("name") in precision.AUTOCAST_IN_FP32:
+            e["args"]["Input type"] = ["bool" for _ in e["args"]["Input type"]]
+
+
+def test_ops_of_whole_numbers_decide_nothing(tmp_path):
+    case = case_of(edited(base("triplet_miner"), tmp_path, as_bool))
+    follows = precision._follows_two_bytes(case)
+    losses = [
+        work for work, _, op in case.activities if [384, 384, 384] in [list(dims or ()) for dims in op.inputs.dims]
+    ]
+    assert len(losses) >= 9 and all(map(follows, losses))
+
+
+@pytest.mark.parametrize(("program", "name", "around"), [
+    ("speech_decoder", "aten::add_", "autograd::engine::evaluate_function: TBackward0"),
+    ("summary_finetuning", "aten::native_dropout", "aten::_scaled_dot_product_attention_math"),
+])  # fmt: skip
+def test_sums_of_gradients_and_what_attention_calls_are_in_the_type_of_their_op(program, name, around):
+    """The engine adds up the gradients that a layer gets from several passes. Attention is one op for autocast."""
+    events = raw_events(base(program))
+    mark = raw_steps(events)[1]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    spans = [(e["tid"], e["ts"], end(e)) for e in ops if e["name"] == around]
+    inside = [
+        e for e in ops if e["name"] == name and any(e["tid"] == a and b <= e["ts"] and end(e) <= c for a, b, c in spans)
+    ]
+    case = case_of(base(program))
+    follows = precision._follows_two_bytes(case)
+    launched = [
+        (work, op)
+        for work, _, op in case.activities
+        if op.name == name and around in [above.name for above in op.above()]
+    ]
+    assert len(launched) == len(inside) >= 3 and all(follows(work) for work, _ in launched)
+
+
+def test_what_adds_to_the_gradients_of_parameters_is_in_fp32():
+    case = case_of(base("novel_writer"))
+    follows = precision._follows_two_bytes(case)
+    adds = "torch::autograd::AccumulateGrad"
+    added = [work for work, _, op in case.activities if adds in [above.name for above in op.above()]]
+    events = raw_events(base("novel_writer"))
+    mark = raw_steps(events)[1]
+    nodes = [e for e in events if e.get("name") == adds and mark["ts"] <= e["ts"] < end(mark)]
+    assert len(added) == len(nodes) // 2 > 50, "each second pass adds to the gradients of the first one"
+    assert not any(map(follows, added))
+
+
+def test_compiled_code_does_not_show_what_follows_what():
+    case = case_of(ROOT / "tests/traces/h100/batch_norms/video_compile.json.gz")
+    follows = precision._follows_two_bytes(case)
+    compiled = [work for work, _, _ in case.activities if work.name.startswith("triton_")]
+    assert len(compiled) > 40 and all(map(follows, compiled))
+
+
 def test_the_types_of_autocast_are_pytorchs():
     """Autocast has a kernel of its own for each op whose type it decides."""
     torch = pytest.importorskip("torch")
+    fake = pytest.importorskip("torch._subclasses.fake_tensor")
+    functional = torch.nn.functional
     ops = torch._C._dispatch_get_all_op_names()
     own = {name.split(".")[0] for name in ops if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")}
-    assert own >= precision.AUTOCAST_IN_FP32 | precision.AUTOCAST_IN_TWO_BYTES
-    assert not precision.AUTOCAST_IN_FP32 & precision.AUTOCAST_IN_TWO_BYTES
+    widest = {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
+              "tensordot", "vdot"}  # fmt: skip
+    refused = {"binary_cross_entropy"}
+    others = own - precision.AUTOCAST_IN_FP32 - precision.AUTOCAST_IN_TWO_BYTES
+    assert others == {f"aten::{name}" for name in widest | refused}
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with fake.FakeTensorMode():  # needs no GPU
+            short = torch.empty(8, 8, device="cuda", dtype=torch.bfloat16)
+            wide = short.float()
+            in_fp32 = {
+                "exp": short.exp(), "pow": short.pow(2), "sum": short.sum(), "softmax": short.softmax(-1),
+                "mse_loss": functional.mse_loss(short, short), "linalg_vector_norm": torch.linalg.vector_norm(short),
+                "layer_norm": functional.layer_norm(short, (8,)), "rms_norm": functional.rms_norm(short, (8,)),
+                "upsample_nearest2d": functional.interpolate(short[None, None], scale_factor=2),
+            }  # fmt: skip
+            in_two_bytes = {"linear": functional.linear(wide, wide), "bmm": torch.bmm(wide[None], wide[None])}
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+    assert {one.dtype for one in in_fp32.values()} == {torch.float32}
+    assert {one.dtype for one in in_two_bytes.values()} == {torch.bfloat16}
+    assert {f"aten::{name}" for name in in_fp32} <= precision.AUTOCAST_IN_FP32
+    assert {f"aten::{name}" for name in in_two_bytes} <= precision.AUTOCAST_IN_TWO_BYTES
 
 
 def test_an_instance_norm_is_no_batch_norm():

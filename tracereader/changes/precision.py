@@ -51,15 +51,22 @@ def _aten(names: str) -> frozenset[str]:
 # that are in neither list compute in their inputs' types, and in the widest of them.
 AUTOCAST_IN_FP32 = _aten(
     "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist "
-    "erfinv exp expm1 group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_vector_norm log "
-    "log10 log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss nll_loss nll_loss2d norm pdist "
-    "poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan "
-    "triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_nearest2d"
+    "erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm "
+    "linalg_matrix_norm linalg_matrix_sqrth linalg_vector_norm log log10 log1p log2 log_softmax logsumexp "
+    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm "
+    "nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss "
+    "soft_margin_loss softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d "
+    "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d "
+    "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d"
 )
 AUTOCAST_IN_TWO_BYTES = _aten(
-    "_convolution _cudnn_rnn addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d convolution einsum gru_cell linear lstm_cell matmul mm mv prelu scaled_dot_product_attention"
+    "_convolution _cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm "
+    "addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
+    "conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot "
+    "linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention"
 )
+FLOATING = ("", "fp32", *TWO_BYTES)  # what autocast decides about; "" if types were not recorded
 
 
 def follows_tf32(before: Side, after: Side) -> bool:
@@ -197,16 +204,20 @@ def _follows_two_bytes(case: Case) -> Callable[[Work], bool]:
     """Return whether the last op before a kernel that autocast decides about is one that it computes in two bytes.
 
     A kernel of backward counts where its forward op stands. A loss on normalized embeddings is an example of the
-    others: all that follows the norm is in fp32.
+    others: all that follows the norm is in fp32. Compiled code does not show what follows what.
     """
-    decided = AUTOCAST_IN_FP32 | AUTOCAST_IN_TWO_BYTES
-    forward = [op for op in case.step.walk() if op.name in decided and not in_backward(op)]
-    types = sorted((op.start, op.name in AUTOCAST_IN_TWO_BYTES) for op in forward)
+    decided, trace = AUTOCAST_IN_FP32 | AUTOCAST_IN_TWO_BYTES, case.trace
+    forward = [op for op in case.step.walk() if op.name in decided and type_of(op) in FLOATING and not in_backward(op)]
+    outer = [op for op in forward if not any(above.name in decided for above in op.above())]
+    types = sorted((op.start, op.name in AUTOCAST_IN_TWO_BYTES) for op in outer)
 
     def follows(work: Work) -> bool:
-        if work.launch is None:
+        if work.launch is None or work.name.startswith("triton_"):
             return True
-        place = bisect(types, place_in_forward(case.trace, work.launch)[1], key=itemgetter(0))
+        begun = place_in_forward(trace, work.launch)[1]
+        if begun == work.launch.start and in_backward(work.launch):
+            return not trace.forward_of  # otherwise it adds to the gradient of a parameter
+        place = bisect(types, begun, key=itemgetter(0))
         return place > 0 and types[place - 1][1]
 
     return follows

@@ -104,9 +104,16 @@ def forwards_of(trace: Trace, node: Op) -> Iterator[tuple]:
 
 
 def place_in_forward(trace: Trace, launch: Op) -> tuple:
-    """Return the thread and start (ns) of the forward op that a launch of backward belongs to, or its own."""
-    around = ((op.track, op.start) for op in (launch, *launch.above()))
-    return next(filter(None, map(trace.forward_of.get, around)), (launch.track, launch.start))
+    """Return the thread and start (ns) of the forward op that a launch of backward belongs to, or its own.
+
+    The engine adds up gradients in its record of the node that takes their sum.
+    """
+    for op in (launch, *launch.above()):
+        if (op.track, op.start) in trace.forward_of:
+            return trace.forward_of[op.track, op.start]
+        if op.name.startswith(AUTOGRAD) and (found := next(forwards_of(trace, op), None)):
+            return found
+    return launch.track, launch.start
 
 
 @kept_by_step
