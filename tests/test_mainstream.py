@@ -186,7 +186,7 @@ def test_the_types_of_autocast_are_pytorchs():
               "tensordot", "vdot"}  # fmt: skip
     refused = {"binary_cross_entropy"}
     others = own - precision.AUTOCAST_IN_FP32 - precision.AUTOCAST_IN_TWO_BYTES
-    assert others == {f"aten::{name}" for name in widest | refused}
+    assert others - {"aten::rms_norm"} == {f"aten::{name}" for name in widest | refused}  # see the comment there
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -197,7 +197,7 @@ def test_the_types_of_autocast_are_pytorchs():
             in_fp32 = {
                 "exp": short.exp(), "pow": short.pow(2), "sum": short.sum(), "softmax": short.softmax(-1),
                 "mse_loss": functional.mse_loss(short, short), "linalg_vector_norm": torch.linalg.vector_norm(short),
-                "layer_norm": functional.layer_norm(short, (8,)), "rms_norm": functional.rms_norm(short, (8,)),
+                "layer_norm": functional.layer_norm(short, (8,)),
                 "upsample_nearest2d": functional.interpolate(short[None, None], scale_factor=2),
             }  # fmt: skip
             in_two_bytes = {"linear": functional.linear(wide, wide), "bmm": torch.bmm(wide[None], wide[None])}

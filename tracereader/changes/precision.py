@@ -48,13 +48,14 @@ def _aten(names: str) -> frozenset[str]:
 
 
 # What torch.autocast computes in fp32, and what in two bytes, after PyTorch's list (aten/src/ATen/autocast_mode.h). Ops
-# that are in neither list compute in their inputs' types, and in the widest of them.
+# that are in neither list compute in their inputs' types, and in the widest of them. rms_norm is left out, because not
+# all versions of torch have it in their list.
 AUTOCAST_IN_FP32 = _aten(
     "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist "
     "erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm "
     "linalg_matrix_norm linalg_matrix_sqrth linalg_vector_norm log log10 log1p log2 log_softmax logsumexp "
     "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm "
-    "nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss "
+    "nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss "
     "soft_margin_loss softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d "
     "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
