@@ -20,11 +20,11 @@ from tracereader.figures.phases import in_backward, place_in_forward
 from tracereader.findings.device_words import CUDA_OR_HIP
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_ops
-from tracereader.trace import Op, Work
+from tracereader.trace import Op, Work, outermost
 from tracereader.trace.families import FUSABLE
 from tracereader.trace.intervals import length, minus, union
 from tracereader.trace.kernel_names import decode
-from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, OPTIMIZER
 from tracereader.trace.op_names import FILLS, FOREACH
 from tracereader.two_runs.same_work import by_calls, compiled, halved, same_products, same_type, us_of
 from tracereader.two_runs.side import Side
@@ -208,9 +208,12 @@ def _follows_two_bytes(case: Case) -> Callable[[Work], bool]:
     others: all that follows the norm is in fp32. Compiled code does not show what follows what.
     """
     decided, trace = AUTOCAST_IN_FP32 | AUTOCAST_IN_TWO_BYTES, case.trace
-    forward = [op for op in case.step.walk() if op.name in decided and type_of(op) in FLOATING and not in_backward(op)]
-    outer = [op for op in forward if not any(above.name in decided for above in op.above())]
-    types = sorted((op.start, op.name in AUTOCAST_IN_TWO_BYTES) for op in outer)
+
+    def decides(op: Op) -> bool:
+        return op.name.startswith(AUTOGRAD) or (op.name in decided and type_of(op) in FLOATING)
+
+    forward = (op for op in outermost(case.step.roots, decides) if op.name in decided)
+    types = sorted((op.start, op.name in AUTOCAST_IN_TWO_BYTES) for op in forward)
 
     def follows(work: Work) -> bool:
         if work.launch is None or work.name.startswith("triton_"):

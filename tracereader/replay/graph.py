@@ -44,7 +44,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from statistics import median_low
 
 import msgspec
@@ -160,10 +160,15 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         counts: dict[int, int] = defaultdict(int)
         outermost_of: dict[int, int] = {}
         for key, op in calls.items():
-            around = [op, *op.above()]
-            for one in around:
-                counts[id(one)] += len(op.work)
-            outermost_of[key] = id(next((one for one, above in pairwise(around) if above.kind == "label"), around[-1]))
+            launched, top = len(op.work), key
+            counts[key] += launched
+            while (op := op.parent) is not None and op.kind != "label":
+                top = id(op)
+                counts[top] += launched
+            outermost_of[key] = top
+            while op is not None:
+                counts[id(op)] += launched
+                op = op.parent
         return counts, outermost_of
 
     @cached_property
