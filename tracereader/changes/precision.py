@@ -202,10 +202,11 @@ def half_precision(case: Case) -> Proposal | None:
 
 
 def _follows_two_bytes(case: Case) -> Callable[[Work], bool]:
-    """Return whether the last op before a kernel that autocast decides about is one that it computes in two bytes.
+    """Return a function that says whether a kernel follows an op that autocast computes in two bytes.
 
-    A kernel of backward counts where its forward op stands. A loss on normalized embeddings is an example of the
-    others: all that follows the norm is in fp32. Compiled code does not show what follows what.
+    It asks for the last op before the kernel that autocast decides about. A kernel of backward counts where its forward
+    op stands. All that follows a norm is in fp32, such as a loss on normalized embeddings. Compiled code does not show
+    what follows what.
     """
     decided, trace = AUTOCAST_IN_FP32 | AUTOCAST_IN_TWO_BYTES, case.trace
 
