@@ -678,6 +678,8 @@ def court_summaries(change):
     tokens = torch.randint(0, words, (parts, examples, length + 1))
     summary_starts = torch.randint(length * 5 // 8, length * 7 // 8, (parts, examples, 1))
     asked = torch.arange(length) >= summary_starts
+    if change == "whole_batch":
+        tokens, asked, parts = tokens.flatten(0, 1)[None], asked.flatten(0, 1)[None], 1
     pinned = change == "pinned_batches"
     if pinned and device.type == "cuda":
         tokens = tokens.pin_memory()
@@ -733,5 +735,5 @@ PROGRAMS = {
                     "bytes_moved": "", "compiled": "fuse_pointwise"},
     court_summaries: {"fused_attention": "fused_attention", "summary_only": "",
                       "lion_foreach": "update_graph",
-                      "compiled": "fuse_pointwise", "pinned_batches": "overlap_copies"},
+                      "compiled": "fuse_pointwise", "pinned_batches": "overlap_copies", "whole_batch": "larger_batch"},
 }  # fmt: skip
