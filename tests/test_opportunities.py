@@ -748,7 +748,7 @@ def test_a_fused_optimizers_step_takes_about_as_many_launches_as_are_assumed(nam
     events = raw_events(name)
     steps = [one["dur"] for one in events if one.get("name", "").startswith("Optimizer.step#")
              and one["cat"] == "user_annotation"]  # fmt: skip
-    launches = prices.OPTIMIZER_STEP + prices.FUSED_TENSOR * gradients_in_a_step(events)
+    launches = prices.FUSED_STEP + prices.FUSED_TENSOR * gradients_in_a_step(events)
     assert 0.7 < statistics.median(steps) / (launches * launch_quartile(events)) < 1.7
 
 

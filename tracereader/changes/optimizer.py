@@ -92,8 +92,8 @@ def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
     If the step has several, each gets an equal share of the parameters. Their sum does not depend on who has how many.
     """
     tensors = _parameters_with_gradients(step) or prices.PARAMETERS
-    each = prices.FUSED_TENSOR if fused else prices.FOREACH_TENSOR
-    return (prices.OPTIMIZER_STEP + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
+    base, each = (prices.FUSED_STEP, prices.FUSED_TENSOR) if fused else (prices.FOREACH_STEP, prices.FOREACH_TENSOR)
+    return (base + each * tensors / len(labels(step, OPTIMIZER))) * case.launch_us
 
 
 def _parameters_with_gradients(step: Step) -> int:

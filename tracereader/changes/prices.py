@@ -12,12 +12,12 @@ CALL = 8.5
 # The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
 # for a parameter.
 AROUND = 2
-# An optimizer's step besides its tensors, and a tensor of a fused one: 0.7 to 1.8 times as long as measured (15
-# recordings of 53 to 182 tensors). A foreach step of 2 to 10 tensors takes 147 to 154. Python is 77 to 88 of it, which
-# the fused step keeps, except for calls of ops. Its own two ops take 20 to 30.
-OPTIMIZER_STEP, FUSED_TENSOR = 75, 0.8
-# A tensor of a foreach optimizer: 0.8 to 1.6 with SGD, 5 to 8 with AdamW, which reads each tensor's count of steps.
-FOREACH_TENSOR = 4
+# A fused optimizer's step besides its tensors, and a tensor. Steps of 6 to 16 tensors take 24 to 98 (median 50, 20
+# recordings), of 36 to 53 tensors 48 to 164 (median 87, 22), of 72 to 182 tensors 77 to 259 (median 152, 22).
+FUSED_STEP, FUSED_TENSOR = 45, 1.1
+# The same of a foreach one that reads each tensor's count of steps: half of 144 recordings of Adam, AdamW, Adagrad and
+# RMSprop take 0.8 to 1.2 times as long as this says.
+FOREACH_STEP, FOREACH_TENSOR = 100, 6
 # A table with sparse gradients: 20 with SGD (one recording), 120 to 200 with SparseAdam (32 launches and six waits).
 SPARSE_TABLE, SPARSE_ADAM_TABLE = 20, 120
 # A call of a compiled model besides its kernels, also where it begins anew after a wait: in inference 2 to 27 (five
