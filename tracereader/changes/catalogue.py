@@ -104,7 +104,7 @@ def each_priced(
     """
     unprofiled, frames, found = case.unprofiled, users_frames(case.trace.frames), []
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
-    error = CPU_ERROR if case.is_limited_by_the_cpu and not changes_the_regime(case.summary) else 0.0
+    error = CPU_ERROR if case.summary.waits_for == "overhead" and not changes_the_regime(case.summary) else 0.0
     lost, gpu_bound = unexplained_us(case.summary), is_gpu_bound(case.summary)
     changes = [one for one in CHANGES if (one.propose if on_gpu else one.on_cpu)]
     for number, change in enumerate(changes, 1):

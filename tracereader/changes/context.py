@@ -14,15 +14,7 @@ from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ids_inside, labels
 from tracereader.figures.uncompiled_flex import uncompiled_flex
-from tracereader.findings.recording import (
-    MOST_TIMES,
-    changes_the_regime,
-    cpu_shares,
-    estimate_us,
-    limit_without,
-    may_lengthen,
-    recording_matters,
-)
+from tracereader.findings import recording
 from tracereader.replay import Graph
 from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work, start_of
@@ -93,11 +85,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """
         if not self.trace.has_steps or self.summary.unprofiled_step_us:
             return ()
-        if recording_matters(self.summary):
+        if recording.recording_matters(self.summary):
             return self._with_less_cpu_time
-        if not self.is_limited_by_the_cpu:
+        if self.summary.waits_for != "overhead":
             return ()
-        return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimate_us(self.summary))
+        return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in recording.estimate_us(self.summary))
 
     @cached_property
     def unprofiled(self) -> Unprofiled | None:
@@ -106,10 +98,10 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         Where the GPU's work limits the step, that time does not show how much CPU time it needs. That is the middle of
         the estimate then, if it is less: see cpu_shares().
         """
-        known, limit = self._measured, limit_without(self.summary)
+        known, limit = self._measured, recording.limit_without(self.summary)
         if known is None or limit == "overhead" or not (limit or self._hides_cpu_time):
             return known
-        middle = min(known.factor, sum(cpu_shares(self.summary, self.graph.cpu_us)) / 2)
+        middle = min(known.factor, sum(recording.cpu_shares(self.summary, self.graph.cpu_us)) / 2)
         return msgspec.structs.replace(self._measured_with(middle), is_middle=True)
 
     @cached_property
@@ -132,24 +124,20 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         That is a step which the GPU limits, or which the CPU limits only while it is recorded: with little CPU time it
         would take as long.
         """
-        known, limit = self._measured, limit_without(self.summary)
-        shows_neither = self._hides_cpu_time or changes_the_regime(self.summary)
+        known, limit = self._measured, recording.limit_without(self.summary)
+        shows_neither = self._hides_cpu_time or recording.changes_the_regime(self.summary)
         if known is None or limit == "overhead" or not shows_neither:
             return ()
-        if limit is None and known.scale * step_us_at(self.graph, 1 / MOST_TIMES) < (1 - ON_THE_GPU) * known.step_us:
+        least_us = (1 - ON_THE_GPU) * known.step_us
+        if limit is None and known.scale * step_us_at(self.graph, 1 / recording.MOST_TIMES) < least_us:
             return ()
-        least, most = cpu_shares(self.summary, self.graph.cpu_us)
+        least, most = recording.cpu_shares(self.summary, self.graph.cpu_us)
         if limit or self._hides_cpu_time:
             return tuple(self._measured_with(min(share, known.factor)) for share in (least, most))
         if known.factor and known.scale * step_us_at(self.graph, least) > (1 + ROUGHLY) * known.step_us:
             return ()  # the CPU needs less than the least of the estimate
         most = min(most, known.step_us / self.graph.cpu_us)
         return tuple(Unprofiled(known.step_us, share, known.scale) for share in (min(least, most), most))
-
-    @property
-    def is_limited_by_the_cpu(self) -> bool:
-        """Return whether the GPU waits for the CPU's launches, so that the CPU's speed decides the step's time."""
-        return self.summary.waits_for == "overhead"
 
     def estimates_after(self, graph: Graph) -> tuple[Unprofiled, ...]:
         """Return the ends of the estimate that matters to a change with this graph.
@@ -160,7 +148,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         if open_ends := self._of_any_cpu_time:
             least, most = (step_us_at(graph, one.factor) for one in open_ends)
             return open_ends if most - least > ROUGHLY * most else ()
-        if self.estimates or not (self.trace.has_steps and may_lengthen(self.summary)):
+        if self.estimates or not (self.trace.has_steps and recording.may_lengthen(self.summary)):
             return self.estimates
         on_cpu, on_gpu = graph.lanes_us
         return self._with_less_cpu_time if on_cpu > on_gpu else ()
@@ -168,7 +156,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _with_less_cpu_time(self) -> tuple[Unprofiled, ...]:
         graph, scale = self.graph, self.graph.recorded_us / self.graph.replayed_us
-        shares = cpu_shares(self.summary, graph.cpu_us)
+        shares = recording.cpu_shares(self.summary, graph.cpu_us)
         return tuple(Unprofiled(scale * step_us_at(graph, share), share, scale) for share in shares)
 
     @cached_property

@@ -20,21 +20,8 @@ from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
+from tracereader.findings import ranks as findings
 from tracereader.findings.finding import WORTH_SHOWING, duration, size
-from tracereader.findings.ranks import (
-    PARTS,
-    SlowStage,
-    is_pipeline,
-    loss,
-    pace_setter,
-    per_step,
-    share,
-    slowest_stage,
-    stage_in_words,
-    straggler,
-    unprofiled_us,
-    usual,
-)
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.replay.changes import with_cpu_speed, with_durations
 from tracereader.trace import Trace, TraceError, Work, read, start_of
@@ -97,7 +84,7 @@ class RankCase(msgspec.Struct, frozen=True, dict=True):
 
     def per_step(self, us: float) -> str:
         """Return the average over the rank's steps of a time that is summed over its window, in words."""
-        return duration(per_step(self.rank, us))
+        return duration(findings.per_step(self.rank, us))
 
 
 def can_propose(summary: RanksSummary) -> bool:
@@ -116,13 +103,13 @@ def opportunities(
     """
     if not can_propose(summary):
         return ()
-    pace = pace_setter(summary)
+    pace = findings.pace_setter(summary)
     by_rank: dict[str, tuple[RankFigures, list[Change]]] = {pace.trace: (pace, [])}
     for each in RANK_CHANGES:
         if (rank := each.replayed(summary)) is not None:
             by_rank.setdefault(rank.trace, (rank, []))[1].append(each)
     # All ranks' steps are given without the profiler, or none, so that they can be compared.
-    unprofiled = unprofiled_us(summary)
+    unprofiled = findings.unprofiled_us(summary)
     found: list[Opportunity | None] = []
     without: Unprofiled | None = None
     for path, (rank, changes) in by_rank.items():
@@ -158,8 +145,8 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
     """
     least = max(
         (
-            usual(summary, other, None, lambda step: step.us - step.idle_not_launched_us)
-            - per_step(other, other.waited_exposed_us + other.message_waits.us)
+            findings.usual(summary, other, None, lambda step: step.us - step.idle_not_launched_us)
+            - findings.per_step(other, other.waited_exposed_us + other.message_waits.us)
             for other in summary.ranks
             if other is not pace
         ),
@@ -182,8 +169,8 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
 
 def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
     """Return the rank that sets the pace; None if it has little exposed communication."""
-    one = pace_setter(summary)
-    return one if share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
+    one = findings.pace_setter(summary)
+    return one if findings.share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
 
 
 def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work, float]:
@@ -212,7 +199,7 @@ def in_two_bytes(case: RankCase) -> Proposal | None:
         return None  # the products would change, too
     times = {work: work.us - one.transfer_us / 2 for work, one in found.items()}
     times |= _longer_compute(case, {work: moving_us(CASTS * found[work].bytes, peaks) for work in of_ddp})
-    moved = per_step(case.rank, sum(one.bytes for one in found.values()))
+    moved = findings.per_step(case.rank, sum(one.bytes for one in found.values()))
     what = "float32 parameters and gradients" if gathers else "float32 gradients"
     how = "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
     if len(of_ddp) < len(found):
@@ -251,7 +238,7 @@ def _multiplies_in_two_bytes(computing: Sequence[Work]) -> bool:
 
 def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
     """Return the rank that waits least apart from the straggler; None without a straggler."""
-    slow = straggler(summary)
+    slow = findings.straggler(summary)
     others = [one for one in summary.ranks if one is not slow]
     return min(others, key=lambda one: one.waited_exposed_us) if slow and others else None
 
@@ -264,7 +251,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     others, its work goes to all ranks, so that each computes as long as the mean rank. A late rank with more kernels
     does work that the others do not do. If it launches late, the ranks' CPUs stay as different as they are.
     """
-    slow, why = straggler(case.summary), loss(case.summary)
+    slow, why = findings.straggler(case.summary), findings.loss(case.summary)
     times = {
         work: work.us - collective.waits_us[collective.ranks.index(case.rank.rank)]
         for work, collective in case.matched.items()
@@ -280,7 +267,8 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     most_kernels = max(one.kernels for one in case.summary.ranks if one is not slow)
     spread = bool(computes) and slow.kernels <= (1 + WORTH_SHOWING) * most_kernels
     if spread:
-        of_ranks = {one.rank: usual(case.summary, one, None, PARTS["computes"]) for one in case.summary.ranks}
+        figure = findings.PARTS["computes"]
+        of_ranks = {one.rank: findings.usual(case.summary, one, None, figure) for one in case.summary.ranks}
         mean_us = fmean(of_ranks.values())
         times |= {one: times[one] * mean_us / of_ranks[case.rank.rank] for one in case.computing}
         evidence += f"; the mean rank computes {duration(mean_us)}"
@@ -310,9 +298,9 @@ def _as_slow(case: RankCase, slow: RankFigures) -> float:
 
 def _in_a_pipeline(summary: RanksSummary) -> RankFigures | None:
     """Return the rank that sets the pace of a pipeline, if it waits much for its first and last messages."""
-    one = pace_setter(summary)
+    one = findings.pace_setter(summary)
     edges = one.message_waits.first_us + one.message_waits.last_us
-    return one if is_pipeline(summary) and share(one, edges) > WORTH_SHOWING else None
+    return one if findings.is_pipeline(summary) and findings.share(one, edges) > WORTH_SHOWING else None
 
 
 @change("split the step into more microbatches", replayed=_in_a_pipeline, jobs_followed=splits_more)
@@ -341,24 +329,25 @@ def microbatches(case: RankCase) -> Proposal | None:
 
 def _slowest_of_a_pipeline(summary: RanksSummary) -> RankFigures | None:
     """Return a rank of the stage that computes longest; None if the stages are alike."""
-    slow = slowest_stage(summary)
+    slow = findings.slowest_stage(summary)
     return next((one for one in summary.ranks if slow and one.rank in slow.ranks), None)
 
 
 @change("even out the stages of the pipeline", replayed=_slowest_of_a_pipeline, jobs_followed=evens_out_stages)
 def balance_stages(case: RankCase) -> Proposal:
     """Return the proposal to spread the layers evenly, so that the slowest stage computes as long as the mean stage."""
-    slow = slowest_stage(case.summary)
+    slow = findings.slowest_stage(case.summary)
     return Proposal(
         with_durations(case.graph, {one: one.us * slow.mean_us / slow.us for one in case.computing}),
-        f"{stage_in_words(slow)} computes {duration(slow.us)} per step, and the mean stage {duration(slow.mean_us)}",
+        f"{findings.stage_in_words(slow)} computes {duration(slow.us)} per step, and the mean stage "
+        f"{duration(slow.mean_us)}",
         "move layers from this stage to the others; the embedding and the output layer count, too",
         assumed=True,
         least_us=_filled_and_drained_us(case, slow),
     )
 
 
-def _filled_and_drained_us(case: RankCase, slow: SlowStage) -> float:
+def _filled_and_drained_us(case: RankCase, slow: findings.SlowStage) -> float:
     """Return the time of a step of equal stages, which includes filling and draining the pipeline (µs).
 
     With m microbatches and p stages, a stage computes m of m + p - 1 equal times. Of two adjacent stages, each sends

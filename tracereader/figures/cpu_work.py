@@ -76,7 +76,9 @@ def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork
     layers: the model's layers by an op's id, see layers.py. run: holds the best rates that the run measured on its
     machine, if it measured any.
     """
-    made = _made_of_others(step)
+    # Another op does their work, or they do none (meta device), or they use only some elements.
+    inner = (op for op in step.walk() if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty")
+    made = set(all_around(op.parent for op in inner))
     computing = outermost(
         step.roots, lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made)
     )
@@ -93,12 +95,6 @@ def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork
 def covered_us(work: Sequence[CpuWork]) -> float:
     """Return the time (µs) in which at least one of these ops ran. Concurrent threads count once."""
     return length(union((one.start_us, one.start_us + one.us) for one in work))
-
-
-def _made_of_others(step: Step) -> set[int]:
-    """Return the ids of ops whose work another op does, that do none (meta device), or that use only some elements."""
-    inner = (op for op in step.walk() if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty")
-    return set(all_around(op.parent for op in inner))
 
 
 def _family(op: Op) -> str | None:

@@ -276,8 +276,7 @@ def _idle_between(
 
     near: the steps whose ops count. step: one of them, which shows whether ops were recorded.
     """
-    roots = roots_by_track(near)
-    outside = outside_ops(step, roots)
+    roots, outside = by_thread(near, step)
     gaps: dict[tuple, Intervals] = defaultdict(list)  # by the launching thread
     for one in work:
         start = one.start
@@ -377,24 +376,21 @@ class _Calls:
         return found
 
 
-def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
-    """Return the outermost slices of some steps, by thread."""
-    return grouped((root.track, root) for step in steps for root in step.roots)
+def by_thread(near: Sequence[Step], step: Step) -> tuple[dict[tuple, list[Op]], dict[tuple, str]]:
+    """Return some steps' outermost slices, and the name for the time outside all recorded ops and calls, by thread.
 
-
-def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
-    """Return the name for each thread's time outside all recorded ops and calls, also for threads without any.
-
-    roots: the outermost slices by thread. A thread whose ops are all autograd's belongs to autograd's engine.
+    Threads without any have a name, too. A thread whose ops are all autograd's belongs to autograd's engine. step: one
+    of the steps, which shows whether ops were recorded.
     """
+    roots = grouped((root.track, root) for one in near for root in one.roots)
     if not ops_recorded(step):
-        return defaultdict(lambda: NO_RECORDED_CALL)
+        return roots, defaultdict(lambda: NO_RECORDED_CALL)
     found = defaultdict(lambda: BETWEEN_OPS)
     for track, some in roots.items():
         of_backward = (op.name.startswith(AUTOGRAD) for op in some if op.kind == "op")
         if next(of_backward, False) and all(of_backward):
             found[track] = IN_BACKWARD
-    return found
+    return roots, found
 
 
 @lru_cache(maxsize=10_000)  # asked for each gap

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tracereader.trace import Op, Step, Trace, asking_ops
+from tracereader.trace import Step, Trace, asking_ops
 from tracereader.trace.families import says
 from tracereader.trace.labels import HOLDS_MANY_LAYERS
 from tracereader.trace.op_names import MATMULS
@@ -27,17 +27,13 @@ def layer_names(trace: Trace, step: Step) -> dict[int, str]:
         ops = [op for op in step.walk() if op.name in MATMULS]
     if len(ops) != len(names):
         return {}
-    holds = Counter(id(one) for op in ops for one in _with_above(op))  # the number of products inside an op
+    holds = Counter(id(one) for op in ops if op for one in (op, *op.above()))  # the number of products inside an op
     for op, name in zip(ops, names, strict=True):
         outermost = None
-        for one in _with_above(op):
+        for one in (op, *op.above()) if op else ():
             if one.kind != "op" or holds[id(one)] > 1 or one.name.startswith(HOLDS_MANY_LAYERS):
                 break
             outermost = one
         if outermost is not None:
             found[id(outermost)] = name
     return found
-
-
-def _with_above(op: Op | None) -> list[Op]:
-    return [] if op is None else [op, *op.above()]

@@ -8,7 +8,7 @@ from itertools import chain
 
 import msgspec
 
-from tracereader.trace import MODULE, Op, Step, Trace, Work, innermost, outermost, start_of
+from tracereader.trace import MODULE, Op, Step, Trace, innermost, outermost, start_of
 from tracereader.trace.grouped import totals
 from tracereader.trace.labels import is_phase
 
@@ -99,18 +99,13 @@ def by_module(trace: Trace, step: Step) -> tuple[tuple[Place, ...], tuple[Place,
     return _places(step, modules), _places(step, [(several.get(name, name), *figures) for name, *figures in classes])
 
 
-def _trace_of(trace: Trace, one: Work) -> Trace:
-    """Return the trace that has the call that asked for this work: the step's own, or that of a graph's capture."""
-    return trace if one.recorded is None else one.recorded.trace
-
-
 def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int]]:
     """Yield the calls that take the step's time, each with the trace that has it and the time (ns).
 
     These are the calls that asked for GPU work, or the outermost ops of a step without GPU work.
     """
     if step.work:
-        yield from ((_trace_of(trace, one), one.asked, one.dur) for one in step.work)
+        yield from ((one.recorded.trace if one.recorded else trace, one.asked, one.dur) for one in step.work)
         return
     for op in outermost(step.roots, lambda op: op.kind == "op"):
         # An op of backward contains the op that is tied to a forward op.
@@ -140,7 +135,7 @@ def _in_modules(trace: Trace, step: Step) -> list[tuple[list[str], bool, int, in
     Each has the names of the modules around, outermost first, whether backward launched the work, the time (ns), and
     the number of activities. Empty without stacks.
     """
-    captured = trace.captured and any(_trace_of(trace, one).modules for one in step.work)
+    captured = trace.captured and any(one.recorded and one.recorded.trace.modules for one in step.work)
     if not (trace.modules or captured):
         return []
     around: dict[tuple[int, bool], list[str]] = {}

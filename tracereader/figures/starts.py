@@ -5,7 +5,7 @@ from collections import Counter
 
 import msgspec
 
-from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
+from tracereader.figures.gpu_time import by_thread, cut_up
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Lengths
@@ -34,8 +34,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     """Return each GPU activity of a step, in order."""
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 1]
-    roots = roots_by_track(near)
-    outside = outside_ops(step, roots)
+    roots, outside = by_thread(near, step)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
     overheads = _apart([one for one in trace.overheads if one.start < last and one.end > step.start])

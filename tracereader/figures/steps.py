@@ -170,12 +170,6 @@ def spanned(work: Sequence[Work]) -> tuple[int, int]:
     return work[0].start, max([one.start + one.dur for one in work])
 
 
-def graph_spans(step: Step) -> Intervals:
-    """Return the intervals from the first to the last activity of each launch of a CUDA graph, joined."""
-    calls = {id(one.launch): one.launch for one in step.work if one.from_graph}
-    return union(spanned(call.work) for call in calls.values())
-
-
 def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
     """Return the ops and calls with a wanted name that lie in no other one, in order."""
     named, known = step.named(wanted), {}
@@ -245,8 +239,7 @@ def usual_busy_us(steps: Sequence[StepFacts]) -> float:
     The stub after the loop's last call, and a step that the recording cut off, do not count.
     """
     most = max((one.launches for one in steps), default=0)
-    busy = [one.gpu_busy_us for one in steps if 2 * one.launches >= most]
-    return median(with_a_middle(busy))
+    return median(with_a_middle([one.gpu_busy_us for one in steps if 2 * one.launches >= most]))
 
 
 def _ratio(trace: Trace, step: Step, usual: Step) -> float:
@@ -378,8 +371,7 @@ def _gpu_stretches(trace: Trace) -> list[tuple[int, int] | None]:
         return [spanned(steps[0].work)]
     if len(working) == 1:
         (only,) = working
-        whole = only.start, max(only.end, spanned(only.work)[1])
-        return [whole if step is only else None for step in steps]
+        return [(only.start, max(only.end, spanned(only.work)[1])) if step is only else None for step in steps]
     found, following = [], None
     for step in reversed(steps):
         first = step.work[0].start if step.work else None

@@ -10,7 +10,7 @@ import msgspec
 from tracereader.figures.pace import on_its_thread
 from tracereader.figures.phases import backward_nodes, in_backward
 from tracereader.figures.places import Place
-from tracereader.figures.steps import graph_spans, ids_inside, labels, loader_waits, outermost_named
+from tracereader.figures.steps import ids_inside, labels, loader_waits, outermost_named, spanned
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost, start_of
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
@@ -350,7 +350,9 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     waiting = [] if idle is None else _waiting(step)
     if not waiting:
         return (), []
-    idle = minus(idle, graph_spans(step))  # the gaps inside a running graph are there without a synchronization, too
+    # The gaps inside a running graph are there without a synchronization, too.
+    graphs = {id(one.launch): one.launch for one in step.work if one.from_graph}.values()
+    idle = minus(idle, union(spanned(call.work) for call in graphs))
     # Autograd's threads take turns with the one that runs the step. Other threads launch by themselves.
     in_turns = {root.track for root in step.roots if root.name.startswith(AUTOGRAD)} | {on_its_thread(step)[0]}
     launches = grouped((op.track in in_turns or op.track, (op.start, op.start + op.dur)) for op in ops if op.work)

@@ -142,7 +142,8 @@ def views_launch_nothing(summary: Summary) -> Verdict:
 def compiled_rows(summary: Summary) -> Verdict:
     names = [call.name for call in summary.cpu.chain]
     missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
-    graphs, same = len(summary.compiled.graphs), _same_graphs(summary)
+    graphs = len(summary.compiled.graphs)
+    same = graphs > 0 and all(one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps)
     seen = (
         f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
         + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
@@ -150,12 +151,6 @@ def compiled_rows(summary: Summary) -> Verdict:
         + (f"; besides: {PREGRAPH}" if PREGRAPH in names else "")
     )
     return Verdict(not missing and graphs == 1 and same, seen)
-
-
-def _same_graphs(summary: Summary) -> bool:
-    """Return whether every step calls the same compiled graphs, by their hashes."""
-    graphs = summary.compiled.graphs
-    return bool(graphs) and all(one == graphs for one in summary.compiled.graphs_of_steps)
 
 
 @finding(predicts="the CPU has no rows of torch.compile", claims="34")

@@ -3,7 +3,7 @@
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import fmean, median
 
 import msgspec
@@ -298,10 +298,9 @@ def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | Non
     return by_rank[min(found)[1]] if found else None
 
 
-def _costs_others(summary: RanksSummary, but: Iterable[int] = ()) -> bool:
+def _costs_others(summary: RanksSummary, but: Collection[int] = ()) -> bool:
     """Return whether any rank loses much time by waiting. but: the ranks that do not count."""
-    left_out = set(but)
-    costs = (share(one, one.waited_exposed_us) for one in summary.ranks if one.rank not in left_out)
+    costs = (share(one, one.waited_exposed_us) for one in summary.ranks if one.rank not in but)
     return max(costs, default=0.0) > MUCH_WAITED
 
 

@@ -1,7 +1,6 @@
 """Builds a trace from the events of a file: ops as a tree, launches, GPU work, steps."""
 
 import bisect
-import contextlib
 import decimal
 import gc
 import math
@@ -49,17 +48,11 @@ def read(
     a text names the annotation whose calls count as the steps, in place of the profiler's own marks. process: of a file
     that holds several, the one to read, by a part of its name; None for the one with the most GPU work.
     """
-    with _no_garbage_collection():
-        return _built(path, load(path, limit, show), show, steps_by, process)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
     # Nothing made while reading is garbage, and looking for it doubles the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _built(path, load(path, limit, show), show, steps_by, process)
     finally:
         if was_enabled:
             gc.enable()

@@ -15,7 +15,6 @@ from tracereader.two_runs.side import Side
 OPS_SHOWN, NAMES_SHOWN, FEW = 40, 15, 6
 WIDEST = 60  # letters of a kernel's name
 HASH_SHOWN = 12  # of 52 letters
-ONE_ALONE = "only one of the two has GPU work"
 INPUTS_SHOWN = 2  # ops, because one changed type or size shows in the inputs of many ops
 
 
@@ -40,10 +39,9 @@ class Difference(msgspec.Struct, frozen=True):
 def difference(first: Side, other: Side) -> Difference:
     """Return the differences between two runs, and what stayed the same."""
     alone = compare.only_one_has_gpu_work(first, other)
-    work_changed, work_same = ([ONE_ALONE], []) if alone else _work(first, other)
+    work_changed, work_same = (["only one of the two has GPU work"], []) if alone else _work(first, other)
     ops_changed, ops_same = _ops(first, other)
-    text = flags(first, other)
-    flags_changed = [text] if text else []
+    flags_changed = filter(None, [flags(first, other)])
     return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
 
 

@@ -118,8 +118,8 @@ def proposed(found: Sequence[Opportunity] | Refused) -> dict:
     """Return the changes to try first, or why no saving can be computed."""
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
-    known = [{"share": one.share, "is_unknown": one.is_unknown} for one in found]
-    return {"refused": None, "found": [msgspec.to_builtins(one) | two for one, two in zip(found, known, strict=True)]}
+    rows = [msgspec.to_builtins(one) | _named(one, ("share", "is_unknown")) for one in found]
+    return {"refused": None, "found": rows}
 
 
 def _steps(summary: Summary) -> list[dict]:

@@ -44,22 +44,15 @@ ARGUMENTS_HELD = 2_000_000
 DEEPEST = 250
 
 
-class Columns:
-    """Collects columns of non-negative whole numbers: their descriptions and their bytes."""
-
-    def __init__(self):
-        self.described: list[dict] = []
-        self.chunks: list[bytes] = []
-
-    def add(self, name: str, values: Sequence[int]) -> None:
-        most = max(values, default=0)
-        code = next(code for code in "BHIQ" if most < 1 << 8 * array(code).itemsize)
-        packed = array(code, values)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        data = packed.tobytes()
-        self.described.append({"name": name, "bytes": packed.itemsize, "count": len(packed)})
-        self.chunks += [data[place :: packed.itemsize] for place in range(packed.itemsize)]
+def _column(name: str, values: Sequence[int]) -> tuple[dict, list[bytes]]:
+    """Return the description of a column of non-negative whole numbers, and its bytes by planes."""
+    most = max(values, default=0)
+    code = next(code for code in "BHIQ" if most < 1 << 8 * array(code).itemsize)
+    packed = array(code, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    data, size = packed.tobytes(), packed.itemsize
+    return {"name": name, "bytes": size, "count": len(packed)}, [data[place::size] for place in range(size)]
 
 
 class _Arguments:
@@ -168,9 +161,8 @@ class Packing:
         Times are whole ns. Slices are in the order of their tracks, and in each by start. `launch` of GPU work is the
         position of its launch call among them, from 1 up.
         """
-        columns, (cpu, gpu) = Columns(), self.columns.values()
-        for name in COLUMNS:
-            columns.add(name, cpu[name] + gpu[name])  # threads have no launch, piece or family
+        cpu, gpu = self.columns.values()
+        columns = [_column(name, cpu[name] + gpu[name]) for name in COLUMNS]  # threads have no launch, piece or family
         return (
             {
                 "end": self.end,
@@ -183,12 +175,12 @@ class Packing:
                 "tracks": self.tracks["CPU"] + self.tracks["GPU"],
                 "first_work": len(cpu["name"]),
                 "work": len(gpu["name"]),
-                "columns": columns.described,
+                "columns": [described for described, _ in columns],
                 "idle": None,
                 "memory": [],
                 **more,
             },
-            columns.chunks,
+            [plane for _, planes in columns for plane in planes],
         )
 
 
