@@ -3,7 +3,9 @@
 Without the profiler the steps took on an H200: chat_service (six chats) 72.4 ms, 13.4 as one batch, and 8.7 with a
 cache of fixed size as a CUDA graph; story_writers (five stories) 10.0 and 2.6; federated_round (ten clients) 58.2 and
 14.1; curves_of_tasks (six curves) 33.8, 12.1 at once and 2.1 as a CUDA graph; deep_ensemble 17.1 and 1.6 as a CUDA
-graph; value_learning 9.3 and 1.2; lora_tuning 36.2, and 25.1 with TF32.
+graph; value_learning 9.3 and 1.2; lora_tuning 36.2, and 25.1 with TF32; cross_validation (15 models) 45.8, 9.5 at once
+and 9.8 as a CUDA graph; sac_agent 9.5 and 1.8; gpt_pretraining (a batch in four parts) 51.8, and 32.7 as one;
+court_summaries (in four) 126 and 43; character_model (in two) 26.8 and 25.1.
 """
 
 import copy
@@ -21,7 +23,7 @@ from test_opportunities import priced_changes, raw_events
 from torch import nn
 
 from tracereader.changes import equal_passes
-from tracereader.changes.equal_passes import OWN_MODEL, loops
+from tracereader.changes.equal_passes import ADDS_UP, OWN_MODEL, loops
 from tracereader.trace import read
 
 
@@ -200,6 +202,225 @@ def test_clones_of_other_kinds_are_no_models_of_their_own(tmp_path, step, found)
     assert [len(one.starts) for one in of_models] == found
 
 
+def loads_of(events, mark):
+    name = "enumerate(DataLoader)#"
+    return [e for e in in_step(events, mark, "user_annotation") if e["name"].startswith(name)]
+
+
+def test_models_with_batches_of_their_own_are_trained_at_once_and_their_batches_are_still_loaded():
+    events = raw_events(base("cross_validation"))
+    marks = raw_steps(events)
+    updates = [e for e in in_step(events, marks[1], "user_annotation") if e["name"] == "Optimizer.step#AdamW.step"]
+    one = priced_changes(base("cross_validation"))["larger_batch"]
+    assert one.evidence.startswith(f"each of {len(updates)} passes computes with a model of its own")
+    loading_us = min(sum(e["dur"] for e in loads_of(events, mark)) for mark in marks)
+    assert one.step_us_after > loading_us > 0.2 * one.step_us
+    assert promised(one) == pytest.approx(saved("cross_validation", "stacked_models"), abs=0.1)
+
+
+def passes_of(events, mark):
+    """Return how many parameters take a gradient in each backward of a step, and how many add it to another one."""
+    ops = sorted(in_step(events, mark, "cpu_op"), key=lambda e: e["ts"])
+    # Each loss gets a gradient of ones at first.
+    begins = [e["ts"] for e in ops if e["name"] == "aten::ones_like" and e["args"]["Input Dims"][0] == []]
+    taking = [e for e in ops if e["name"] == "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"]
+    adding = {
+        (e["ts"], e["dur"]) for e in taking
+        if any(a["name"] == "aten::add_" and e["ts"] < a["ts"] < e["ts"] + e["dur"] for a in ops)
+    }  # fmt: skip
+    spans = [(b, n) for b, n in pairwise([*begins, float("inf")])]
+    return [
+        (len(some), sum((e["ts"], e["dur"]) in adding for e in some))
+        for some in ([e for e in taking if b < e["ts"] < n] for b, n in spans) if some
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "variant", "within"),
+    [
+        ("gpt_pretraining", "one_large_batch", 0.11),
+        ("court_summaries", "whole_batch", 0.17),
+        ("character_model", "whole_batch", 0.05),
+    ],
+)
+def test_the_parts_of_a_batch_whose_gradients_add_up_are_computed_at_once(program, variant, within):
+    events = raw_events(base(program))
+    passes = passes_of(events, raw_steps(events)[1])
+    assert passes[0][1] == 0 < passes[0][0] and set(passes[1:]) == {(passes[0][0], passes[0][0])}
+    one = priced_changes(base(program))["larger_batch"]
+    assert one.evidence.startswith(f"each of {len(passes)} passes adds to the gradients of one model")
+    assert one.title == "compute equal passes at once" and "if the memory allows" in one.how
+    assert promised(one) == pytest.approx(saved(program, variant), abs=within)
+
+
+def in_parts(model, x):
+    for part in x.expand(3, 3, 4):
+        model(part).sum().backward()
+
+
+def with_updates(model, x):
+    for part in x.expand(3, 3, 4):
+        model(part).sum().backward()
+        torch._foreach_add_([w.detach() for w in model.parameters()], [w.grad for w in model.parameters()])
+
+
+def with_an_optimizer(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    for part in x.expand(3, 3, 4):
+        model(part).sum().backward()
+        optimizer.step()
+
+
+def attack(model, x):
+    """Each pass takes the input that the gradient of the pass before has moved."""
+    x = x.clone().requires_grad_()
+    for _ in range(3):
+        model(x).sum().backward()
+        x.detach().add_(x.grad.sign())
+
+
+def several_losses(model, x):
+    for one in model(x):
+        one.sum().backward(retain_graph=True)
+
+
+def another_model(model, x):
+    """Each model gets its first gradients."""
+    for one in (model, copy.deepcopy(model), copy.deepcopy(model)):
+        one(x).sum().backward()
+
+
+def two_models(model, x):
+    """Both have weights of the same shapes, and learn in turn."""
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    for _ in range(3):
+        model(x).sum().backward()
+        other(x).sum().backward()
+
+
+def two_critics(model, x):
+    """Each adds to gradients of zeros that it got before."""
+    critics = model, copy.deepcopy(model)
+    for w in (w for one in critics for w in one.parameters()):
+        w.grad = torch.zeros_like(w)
+    for one in critics:
+        one(x).sum().backward()
+
+
+def parts_of_other_sizes(model, x):
+    for size in (3, 3, 1):
+        model(x[:size]).sum().backward()
+
+
+def with_clipping(model, x):
+    for _ in range(3):
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True)
+
+
+def with_hooks(model, x):
+    def clamp(w):
+        w.grad.clamp_(-1, 1)
+
+    hooks = [w.register_post_accumulate_grad_hook(clamp) for w in model.parameters()]
+    in_parts(model, x)
+    for hook in hooks:
+        hook.remove()
+
+
+def parts_of_the_model(model, x):
+    model(x).sum().backward()
+    model[2](model[:2](x).detach()).sum().backward()
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (in_parts, [3]),
+        *((one, []) for one in (with_updates, with_an_optimizer, attack, several_losses, another_model)),
+        *((one, []) for one in (two_models, two_critics, parts_of_other_sizes, with_clipping, with_hooks)),
+        (parts_of_the_model, []),
+    ],
+)
+def test_passes_whose_gradients_add_up_are_parts_of_a_batch_if_none_needs_the_one_before(tmp_path, step, found):
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(3, 4)
+
+    def cleared():
+        model.zero_grad()
+        step(model, x)
+
+    record(cleared, tmp_path / "trace.json", with_modules=True)
+    trace = read(tmp_path / "trace.json.gz")
+    assert [len(one.starts) for one in loops(trace, trace.steps[-1]) if one.what == ADDS_UP] == found
+
+
+def without_shapes(events):
+    for e in events:
+        e.get("args", {}).pop("Input Dims", None)
+
+
+def test_passes_whose_shapes_are_not_recorded_are_no_parts_of_a_batch(tmp_path):
+    """An update between them would not be seen."""
+    one = priced_changes(edited(base("court_summaries"), tmp_path, without_shapes)).get("larger_batch")
+    assert one is None or "adds to the gradients" not in one.evidence
+
+
+def test_what_the_cpu_computes_in_parts_of_a_batch_stays(tmp_path):
+    """Such as the samples of each part."""
+
+    def with_pauses(events):
+        """Let Python take 6 ms of each forward."""
+        for mark in raw_steps(events):
+            ops = ops_of(events, mark, "aten::embedding")
+            assert len(ops) == 4
+            for e in ops:
+                gone = [one for one in events if e["ts"] + 2000 < one.get("ts", 0) < e["ts"] + 8000]
+                for one in gone:
+                    if one.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver"):
+                        one["name"], one["cat"] = "gone", "gone"
+
+    before = priced_changes(base("court_summaries"))["larger_batch"]
+    after = priced_changes(edited(base("court_summaries"), tmp_path, with_pauses))["larger_batch"]
+    assert after.saves_us < before.saves_us - 3 * 5000
+
+
+def test_passes_that_hand_on_a_state_are_no_parts_of_a_batch(tmp_path):
+    """As in truncated backpropagation through time."""
+    model, x = nn.GRU(4, 8), torch.randn(3, 2, 4)
+
+    def step():
+        model.zero_grad()
+        state = torch.zeros(1, 2, 8)
+        for _ in range(3):
+            y, state = model(x, state.detach())
+            y.sum().backward()
+
+    record(step, tmp_path / "trace.json", with_modules=True)
+    trace = read(tmp_path / "trace.json.gz")
+    assert not [one for one in loops(trace, trace.steps[-1]) if one.what == ADDS_UP]
+
+
+def test_what_lies_between_two_parts_of_a_batch_stays(tmp_path):
+    """A generator makes an input of the second pass, as in a GAN whose discriminator sees both apart."""
+    model, generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), nn.Linear(6, 4)
+    real, noise = torch.randn(3, 4), torch.randn(3, 6)
+
+    def step():
+        model.zero_grad()
+        model(real).sum().backward()
+        with torch.no_grad():
+            fake = generator(noise)
+        model(fake).sum().backward()
+
+    record(step, tmp_path / "trace.json", with_modules=True)
+    trace = read(tmp_path / "trace.json.gz")
+    (one,) = [one for one in loops(trace, trace.steps[-1]) if one.what == ADDS_UP]
+    (made,) = [op for op in trace.steps[-1].named("aten::linear".__eq__) if op.inputs.dims[0] == [3, 6]]
+    assert one.ends[0] < made.start < made.end < one.starts[1]
+
+
 @pytest.mark.parametrize("program", ["curves_of_tasks", "deep_ensemble", "value_learning"])
 def test_a_step_with_several_updates_is_captured_as_a_whole(program):
     """Graphs of forward and backward would leave the updates between them as they are."""
@@ -211,6 +432,17 @@ def test_a_step_with_several_updates_is_captured_as_a_whole(program):
     one = priced_changes(base(program))["cuda_graph"]
     assert one.how.startswith("torch.cuda.graph around forward, backward and the optimizer's step")
     assert promised(one) == pytest.approx(saved(program, "graph"), abs=0.07)
+
+
+@pytest.mark.parametrize(
+    ("program", "variant"),
+    [("federated_round", "graph"), ("cross_validation", "cuda_graph"), ("sac_agent", "cuda_graph_update")],
+)
+def test_a_step_with_several_updates_is_captured_as_a_whole_once_it_does_not_wait(program, variant):
+    one = priced_changes(base(program))["cuda_graph"]
+    assert one.title == "remove what keeps CUDA graphs out" and one.conditional
+    assert "torch.cuda.graph around forward, backward and the optimizer's step" in one.how
+    assert promised(one) == pytest.approx(saved(program, variant), abs=0.09)
 
 
 def test_products_in_fp32_are_named_although_the_cpu_limits_the_recorded_step():

@@ -7,7 +7,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from statistics import median_high
 
@@ -22,7 +22,14 @@ from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.attention import attention_calls, keys_grow_in_place
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.phases import backward_begins, backward_nodes, forwards_of, in_backward, kept_by_step
+from tracereader.figures.phases import (
+    added_gradients,
+    backward_begins,
+    backward_nodes,
+    forwards_of,
+    in_backward,
+    kept_by_step,
+)
 from tracereader.figures.places import NUMBER
 from tracereader.figures.steps import outermost_named
 from tracereader.findings.finding import duration
@@ -31,8 +38,8 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, union
-from tracereader.trace.labels import LOADER, OPTIMIZER, OPTIMIZERS
+from tracereader.trace.intervals import Intervals, Lengths, minus, union
+from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import CUTS, TAKES_A_PART
 from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
@@ -48,6 +55,7 @@ FROM_THE_CPU = "computes with an input of its own from the CPU"
 OWN_MODEL = "computes with a model of its own"  # of an ensemble, or of one customer or task each
 AGAIN = "calls the same model, with nothing computed in between"  # such as Monte Carlo dropout
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
+ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
@@ -58,6 +66,7 @@ HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
     OWN_MODEL: "if no model needs what another one learned: torch.func.stack_module_state, vmap, and one optimizer",
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
+    ADDS_UP: "if the memory allows, no pass needs another's result, and the loss compares no samples: one pass for all",
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
@@ -142,7 +151,7 @@ def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", mos
         f"each of {sum(len(one.starts) for one in found)} passes{each} {found[0].what}{more}",
         how,
         assumed=True,
-        title="" if found[0].ends else "compute equal passes at once",
+        title="" if found[0].ends and found[0].what != ADDS_UP else "compute equal passes at once",
         most=most,
     )
 
@@ -240,7 +249,11 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
     wanted = {id(node) for node in nodes}
     runs = groupby(sorted(backward_nodes(step), key=start_of), lambda node: (id(node) in wanted, node.track))
     in_turn = [list(run) for (is_wanted, _), run in runs if is_wanted]
-    spans = [(track, start, end) for track in case.graph.threads for start, end in loop.earlier]
+    stays = outermost_named(step, lambda name: name.startswith(LOADER))  # each pass still gets its samples
+    if loop.what == ADDS_UP:  # and what the CPU computes for them, as an environment does
+        stays += [*host(step).pauses, *(host(step).computing if case.trace.work else [])]
+    passes = minus(loop.earlier, union((one.start, one.end) for one in stays))
+    spans = [(track, start, end) for track in case.graph.threads for start, end in passes]
     return spans + [(run[0].track, run[0].start, run[-1].end) for run in in_turn], nodes, work
 
 
@@ -248,16 +261,19 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
 def allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
 
-    A pipeline passes its batch on in parts. An optimizer, except for one of each model, or a loader makes passes depend
+    A pipeline passes its batch on in parts. An optimizer or a loader, except for one of each model, makes passes depend
     on each other. A batch norm in training computes other statistics of the whole batch.
     """
     return [loop for loop in loops(trace, step) if is_allowed(trace, step, loop) and not _recurs(step, loop)]
 
 
 def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
-    """Return whether neither communication nor an update, a loader or a batch norm makes its passes depend."""
+    """Return whether neither communication nor an update, a loader or a batch norm makes its passes depend.
+
+    Models of their own have updates and loaders of their own. No update lies between parts of a batch.
+    """
     work = _launched_from(trace, step, [(loop.starts[-1], loop.end)])[1]
-    names = (LOADER,) if loop.what == OWN_MODEL else (LOADER, OPTIMIZERS)
+    names = () if loop.what in (OWN_MODEL, ADDS_UP) else (LOADER, OPTIMIZERS)
     apart = outermost_named(step, lambda name: name.startswith(names))
     apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
     is_between = any(loop.starts[0] <= op.start < loop.starts[-1] for op in apart)
@@ -275,7 +291,9 @@ def _recurs(step: Step, loop: Loop) -> bool:
 def all_loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own; of loops in each other, all."""
     found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
-    return found if trace.trains else [*found, *_over_copies(step), *_loop(_in_turn(trace, step), OWN_CACHE, 2)]
+    if trace.trains:
+        return [*found, *_over_a_batch(trace, step)]
+    return [*found, *_over_copies(step), *_loop(_in_turn(trace, step), OWN_CACHE, 2)]
 
 
 @kept_by_step
@@ -283,7 +301,10 @@ def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
     kept: list[Loop] = []
     # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
-    for loop in sorted(all_loops(trace, step), key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts)):
+    for loop in sorted(
+        all_loops(trace, step),
+        key=lambda one: (one.what == ADDS_UP, -len(one.starts), one.what != OWN_MODEL, one.starts),
+    ):
         if not any(map(loop.overlaps, kept)):
             kept.append(loop)
     return sorted(kept, key=lambda one: one.starts)
@@ -447,15 +468,64 @@ def _over_own_copies(trace: Trace, step: Step, begins: Sequence[int]) -> Iterato
         calls = {(bisect.bisect(starts, one.start), one.name) for one in roots if not IS_LOSS(one.name)}
         most = max(Counter(name for _, name in calls).values(), default=len(some))
         inside = (op for op in ops if starts[0] <= op.start < starts[-1] and op.name not in COPIES)
-        taken = (dims for op in inside for dims in _first_shapes(op) if dims in weights and _computes(step, op))
+        taken = (
+            dims for op in inside for dims in _shapes(op.inputs.recorded[:1]) if dims in weights and _computes(step, op)
+        )
         if 2 * most <= len(some) + 1 and next(taken, None) is None:
             yield from _loop([run[0] for run in some], OWN_MODEL, ALL_PARTS)
 
 
-def _first_shapes(op: Op) -> list:
-    """Return the shape of an op's first input, or those of its tensors if it is a list."""
-    first = op.inputs.recorded[:1]
-    return [*first, *first[0]] if first and isinstance(first[0], list) else []
+def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
+    """Yield the loop whose passes add to all gradients of the step's first pass, as those over parts of a batch do.
+
+    Each forward begins, with the same op and shapes, after the backward before it. Between the two, nothing computes
+    with a tensor of a gradient's shape, as an update or an attack on the input does, or picks numbers. No pass calls a
+    recurrent network of torch.
+    """
+    begins, ops = [op.start for op in backward_begins(trace, step)], step.outermost
+    alone = (op for op in added_gradients(step) if len(op.parent.children) == 1)  # with no op of a hook
+    adding = {id(node) for op in alone for node in op.above() if node.name == ACCUMULATES}
+    if len(begins) < 2 or not adding or any(step.named(KEEPS_A_STATE)):
+        return
+    passes = grouped((bisect.bisect(begins, node.start), node) for node in backward_nodes(step))
+    shapes, first, run = set(), None, []  # when forward starts and backward ends
+    for _, nodes in sorted(passes.items()):
+        begun = [time for node in nodes for _, time in forwards_of(trace, node)]
+        taking = [node for node in nodes if node.name == ACCUMULATES]
+        place = max(0, bisect.bisect(ops, min(begun, default=step.start), key=start_of) - 1)
+        alike = (
+            ops[place].name,
+            ops[place].inputs.dims,
+            sorted(str(dims) for node in taking for op in node.children for dims in op.inputs.dims[:1]),
+        )
+        if first is None:
+            first, shapes, count, added = alike, {*alike[2]}, len(begun), 0
+        else:
+            added = len(taking)
+            before = bisect.bisect_left(ops, run[-1][1], key=start_of)
+            # A second backward through one forward is not tied to it.
+            if place < before or ALIKE * len(begun) < count or any(_uses(step, op, shapes) for op in ops[before:place]):
+                return
+        if alike != first or not shapes or sum(id(node) in adding for node in taking) != added:
+            return
+        run.append((ops[place].start, max(node.end for node in nodes)))
+    starts, ends = zip(*run, strict=True)
+    updates = outermost_named(step, lambda name: name.startswith(OPTIMIZERS))
+    if not any(starts[0] <= op.start < starts[-1] for op in updates):
+        yield Loop(starts, ends[-1], ADDS_UP, ends[:-1])
+
+
+def _uses(step: Step, op: Op, shapes: Container[str]) -> bool:
+    """Return whether an op computes with a tensor of one of these shapes or with several tensors, or picks numbers."""
+    name = op.name
+    if PICKS(name) or name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
+        return True
+    return _computes(step, op) and any(str(dims) in shapes for dims in _shapes(op.inputs.recorded))
+
+
+def _shapes(inputs: Sequence) -> list:
+    """Return the recorded shapes of some inputs, with those of the tensors in lists."""
+    return [*inputs, *(dims for some in inputs if some and isinstance(some[0], list) for dims in some)]
 
 
 def _apart(

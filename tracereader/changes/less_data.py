@@ -56,7 +56,7 @@ def sparse_gradients(case: Case) -> Proposal | None:
         with_cpu_time(graph, [(op.track, op.end, each_us) for op in dense]),
         f"dense gradients of {counted(len(tables), 'table')} of embeddings are {share:.0%} of all gradients: "
         f"{duration(before)} to make them and to update all rows",
-        "nn.Embedding(…, sparse=True) with SparseAdam, SGD or Adagrad, if rows that are not looked up need no update",
+        "nn.Embedding(…, sparse=True) for these with SparseAdam, SGD or Adagrad, if rows not looked up need no update",
         assumed=True,
     )
 
