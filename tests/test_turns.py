@@ -279,6 +279,19 @@ def attack(model, x):
         x.detach().add_(x.grad.sign())
 
 
+def with_picks(model, x):
+    """Each pass takes what the one before it chose, as a decoder does."""
+    for _ in range(3):
+        y = model(x)
+        y.sum().backward()
+        x = x + y.argmax(1, keepdim=True)
+
+
+def all_forwards_first(model, x):
+    for loss in [model(part).sum() for part in x.expand(3, 3, 4)]:
+        loss.backward()
+
+
 def several_losses(model, x):
     for one in model(x):
         one.sum().backward(retain_graph=True)
@@ -341,7 +354,7 @@ def parts_of_the_model(model, x):
         (in_parts, [3]),
         *((one, []) for one in (with_updates, with_an_optimizer, attack, several_losses, another_model)),
         *((one, []) for one in (two_models, two_critics, parts_of_other_sizes, with_clipping, with_hooks)),
-        (parts_of_the_model, []),
+        *((one, []) for one in (with_picks, all_forwards_first, parts_of_the_model)),
     ],
 )
 def test_passes_whose_gradients_add_up_are_parts_of_a_batch_if_none_needs_the_one_before(tmp_path, step, found):
@@ -354,6 +367,24 @@ def test_passes_whose_gradients_add_up_are_parts_of_a_batch_if_none_needs_the_on
     record(cleared, tmp_path / "trace.json", with_modules=True)
     trace = read(tmp_path / "trace.json.gz")
     assert [len(one.starts) for one in loops(trace, trace.steps[-1]) if one.what == ADDS_UP] == found
+
+
+def test_an_update_whose_tensors_have_no_recorded_shapes_is_still_one(tmp_path):
+    """Older versions of PyTorch record no shapes of the tensors in a list."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(3, 4)
+
+    def step():
+        model.zero_grad()
+        with_updates(model, x)
+
+    def without_lists(events):
+        for e in events:
+            if e.get("name") == "aten::_foreach_add_":
+                e["args"]["Input Dims"] = [[], [], []]
+
+    record(step, tmp_path / "trace.json", with_modules=True)
+    trace = read(edited(tmp_path / "trace.json.gz", tmp_path, without_lists))
+    assert not [one for one in loops(trace, trace.steps[-1]) if one.what == ADDS_UP]
 
 
 def without_shapes(events):

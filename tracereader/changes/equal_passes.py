@@ -490,7 +490,7 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
     passes = grouped((bisect.bisect(begins, node.start), node) for node in backward_nodes(step))
     shapes, first, run = set(), None, []  # when forward starts and backward ends
     for _, nodes in sorted(passes.items()):
-        begun = [time for node in nodes for _, time in forwards_of(trace, node)]
+        begun = (time for node in nodes for _, time in forwards_of(trace, node))
         taking = [node for node in nodes if node.name == ACCUMULATES]
         place = max(0, bisect.bisect(ops, min(begun, default=step.start), key=start_of) - 1)
         alike = (
@@ -499,12 +499,11 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
             sorted(str(dims) for node in taking for op in node.children for dims in op.inputs.dims[:1]),
         )
         if first is None:
-            first, shapes, count, added = alike, {*alike[2]}, len(begun), 0
+            first, shapes, added = alike, {*alike[2]}, 0
         else:
             added = len(taking)
             before = bisect.bisect_left(ops, run[-1][1], key=start_of)
-            # A second backward through one forward is not tied to it.
-            if place < before or ALIKE * len(begun) < count or any(_uses(step, op, shapes) for op in ops[before:place]):
+            if place < before or any(_uses(step, op, shapes) for op in ops[before:place]):
                 return
         if alike != first or not shapes or sum(id(node) in adding for node in taking) != added:
             return
