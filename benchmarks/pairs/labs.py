@@ -8,24 +8,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import compiled, device, endless, graphed, size, use_tf32
+from setting import compiled, device, endless, graphed, graphed_training, size, use_tf32
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
-
-
-def graphed_from_start(step, modules, optimizers):
-    """Capture a training step with Adam as a CUDA graph, then undo what its warm-up steps did to the weights."""
-    weights = [p for module in modules for p in module.parameters()]
-    saved = [p.detach().clone() for p in weights]
-    replay = graphed(step)
-    with torch.no_grad():
-        for parameter, old in zip(weights, saved, strict=False):
-            parameter.copy_(old)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    value.zero_()  # Adam's state is zero at its start
-    return replay
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Recommender: click, cart and purchase predicted by an MMoE over twelve embedding tables
@@ -771,7 +755,7 @@ def surface_rendering(change):
 
     if change == "cuda_graph":
         held = [torch.rand(rays, 3, device=device) for _ in range(3)] + [torch.rand(rays, samples, device=device)]
-        replay = graphed_from_start(lambda: train(*held), [model], [optimizer])
+        replay = graphed_training(lambda: train(*held), [model], [optimizer])
     torch.manual_seed(55)
 
     def step():
@@ -929,7 +913,7 @@ def cross_validation(change):
         )
 
     if change == "cuda_graph":
-        replay = graphed_from_start(train_all, flat, [o for theirs in optimizers for o in theirs])
+        replay = graphed_training(train_all, flat, [o for theirs in optimizers for o in theirs])
 
     def step_graph():
         for loader, buffers in zip(loaders, held, strict=False):

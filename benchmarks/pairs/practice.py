@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from setting import TINY, compiled, device, endless, graphed, size, use_tf32
+from setting import TINY, compiled, device, endless, graphed, graphed_training, size, use_tf32
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -21,20 +21,6 @@ def loader_of(dataset, batch_size, workers, seed=0, **options):
     return DataLoader(
         dataset, batch_size, shuffle=True, drop_last=True, num_workers=workers, generator=order, **options
     )
-
-
-def captured(train, model, optimizer):
-    """Return train() as a CUDA graph, and undo what the warm-up steps did to the weights."""
-    before = [t.detach().clone() for t in model.state_dict().values()]
-    replay = graphed(train)
-    with torch.no_grad():
-        for tensor, saved in zip(model.state_dict().values(), before, strict=False):
-            tensor.copy_(saved)
-        for state in optimizer.state.values():
-            for value in state.values():
-                if torch.is_tensor(value):
-                    value.zero_()
-    return replay
 
 
 def autocast(change):
@@ -822,7 +808,7 @@ def ddpm_train(change):
 
     if graph:
         static = torch.zeros(batch_size, 3, side, side, device=device)
-        replay = captured(lambda: train(static), model, optimizer)
+        replay = graphed_training(lambda: train(static), [model], [optimizer])
         ema.model.load_state_dict(model.state_dict())
 
     def step():
@@ -1269,7 +1255,7 @@ def separation_train(change):
 
     if graph:
         static = torch.rand(batch_size, length, device=device), torch.rand(batch_size, 2, length, device=device)
-        replay = captured(lambda: train(*static), model, optimizer)
+        replay = graphed_training(lambda: train(*static), [model], [optimizer])
 
     def step():
         batch = next(batches)

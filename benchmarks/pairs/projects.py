@@ -6,7 +6,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from setting import compiled, device, endless, graphed, size, use_tf32
+from setting import compiled, device, endless, graphed, graphed_training, size, use_tf32
 from torch import nn
 from torch.distributions import Normal
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -35,20 +35,6 @@ def loader_of(dataset, batch_size, workers, collate_fn=None):
         collate_fn=collate_fn,
         **more,
     )
-
-
-def captured(step, model, optimizer):
-    """Capture a training step as a CUDA graph; what its warm-up did to the weights is undone."""
-    tensors = [*model.parameters(), *model.buffers()]
-    saved = [t.detach().clone() for t in tensors]
-    replay = graphed(step)
-    with torch.no_grad():
-        for tensor, old in zip(tensors, saved, strict=False):
-            tensor.copy_(old)
-        for state in optimizer.state.values():
-            for value in state.values():
-                value.zero_()
-    return replay
 
 
 # 1. ViT fine-tuning on chest X-rays ---------------------------------------------------------------------------------
@@ -584,7 +570,7 @@ def demand_forecast(change):
         first = next(batches)
         batches = itertools.chain([first], batches)
         static = [t.to(device) for t in first]
-        replay = captured(lambda: train(*static), model, optimizer)
+        replay = graphed_training(lambda: train(*static), [model], [optimizer])
     epoch = {"loss": 0.0}
 
     def step():
@@ -1020,7 +1006,7 @@ def ppo_pendulum(change):
         static += [torch.randn(total, device=device).abs() for _ in range(3)]
         static_index = torch.zeros(total // parts, dtype=torch.long, device=device)
         torch.manual_seed(1)
-        replay = captured(lambda: update(*static, static_index), agent, optimizer)
+        replay = graphed_training(lambda: update(*static, static_index), [agent], [optimizer])
 
         def learn(*data):
             static_index.copy_(data[-1])

@@ -41,6 +41,20 @@ def graphed(step):
     return replay
 
 
+def graphed_training(train, modules, optimizers):
+    """Return train() as a CUDA graph, and undo what its warm-up did to the weights and to the optimizers' state."""
+    tensors = [tensor for module in modules for tensor in module.state_dict().values()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    replay = graphed(train)
+    with torch.no_grad():
+        for tensor, saved in zip(tensors, before, strict=True):
+            tensor.copy_(saved)
+        for state in (state for optimizer in optimizers for state in optimizer.state.values()):
+            for value in filter(torch.is_tensor, state.values()):
+                value.zero_()
+    return replay
+
+
 def endless(batches):
     """Yield the batches of a DataLoader again and again, as a loop over epochs does."""
     while True:
