@@ -476,6 +476,19 @@ def test_a_step_with_several_updates_is_captured_as_a_whole_once_it_does_not_wai
     assert promised(one) == pytest.approx(saved(program, variant), abs=0.09)
 
 
+def test_updates_that_differ_from_step_to_step_stay_outside_of_graphs(tmp_path):
+    """As where an actor is updated in every second step."""
+
+    def with_another_optimizer(events):
+        for e in in_step(events, raw_steps(events)[1], "user_annotation"):
+            e["name"] = e["name"].replace("Optimizer.step#Adam", "Optimizer.step#SGD")
+
+    whole = priced_changes(base("sac_agent"))["cuda_graph"]
+    one = priced_changes(edited(base("sac_agent"), tmp_path, with_another_optimizer))["cuda_graph"]
+    assert "around forward, backward" in whole.how and "around forward, backward" not in one.how
+    assert one.saves_us < whole.saves_us
+
+
 def test_products_in_fp32_are_named_although_the_cpu_limits_the_recorded_step():
     """A step of 36.6 ms without the profiler, in which the GPU is busy for 31 ms, took 25 ms with TF32."""
     events = raw_events(base("lora_tuning"))

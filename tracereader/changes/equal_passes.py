@@ -66,7 +66,8 @@ HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
     OWN_MODEL: "if no model needs what another one learned: torch.func.stack_module_state, vmap, and one optimizer",
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
-    ADDS_UP: "if the memory allows, no pass needs another's result, and the loss compares no samples: one pass for all",
+    ADDS_UP: "if the memory allows, no pass needs another one's result, and the loss does not compare samples: give "
+    "the model the whole batch in one pass",
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
@@ -488,7 +489,7 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
     if len(begins) < 2 or not adding or any(step.named(KEEPS_A_STATE)):
         return
     passes = grouped((bisect.bisect(begins, node.start), node) for node in backward_nodes(step))
-    shapes, first, run = set(), None, []  # when forward starts and backward ends
+    shapes, run = set(), []  # run: when forward starts and backward ends
     for _, nodes in sorted(passes.items()):
         begun = (time for node in nodes for _, time in forwards_of(trace, node))
         taking = [node for node in nodes if node.name == ACCUMULATES]
@@ -498,13 +499,13 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
             ops[place].inputs.dims,
             sorted(str(dims) for node in taking for op in node.children for dims in op.inputs.dims[:1]),
         )
-        if first is None:
-            first, shapes, added = alike, {*alike[2]}, 0
-        else:
-            added = len(taking)
+        if run:
             before = bisect.bisect_left(ops, run[-1][1], key=start_of)
             if place < before or any(_uses(step, op, shapes) for op in ops[before:place]):
                 return
+        else:
+            first, shapes = alike, {*alike[2]}
+        added = len(taking) if run else 0
         if alike != first or not shapes or sum(id(node) in adding for node in taking) != added:
             return
         run.append((ops[place].start, max(node.end for node in nodes)))

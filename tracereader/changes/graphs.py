@@ -135,10 +135,11 @@ def _without_obstacles(case: Case) -> Proposal | None:
     # Each check of gradients waits: see anomaly_detection. No graph can hold a model that an optimizer calls.
     if summary.debugging.checked_gradients or any(one.backward_us for one in optimizers):
         return None
-    # Graphs of a model cannot hold gradients of gradients, or updates between two passes. One of the whole step can.
-    whole = not trains or case.differentiates_twice or _updates_between_passes(case)
     updates = {tuple(op.name for op in labels(step, OPTIMIZERS)) for step in _counted_steps(case)}
-    if whole and (len(updates) > 1 or any(one.name not in CAPTURABLE for one in optimizers)):
+    can_hold_updates = len(updates) == 1 and all(one.name in CAPTURABLE for one in optimizers)
+    # Graphs of a model cannot hold gradients of gradients. One of the whole step can, and updates between passes, too.
+    whole = not trains or case.differentiates_twice or (can_hold_updates and _updates_between_passes(case))
+    if whole and not can_hold_updates:
         return None
     stays = {}
     for step in case.steps if trains else ():
@@ -170,10 +171,10 @@ def _without_obstacles(case: Case) -> Proposal | None:
 
 
 def _updates_between_passes(case: Case) -> bool:
-    """Return whether each step runs a backward between two updates, and a graph can hold these."""
+    """Return whether the replayed step, which is one of several, runs a backward between two updates."""
     starts = [op.start for op in labels(case.replayed, OPTIMIZER)]
-    between = any(starts[0] < op.start < starts[-1] for op in backward_begins(case.trace, case.replayed) if starts)
-    return between and not case.is_single and all(one.name in CAPTURABLE for one in case.summary.training.optimizers)
+    begins = backward_begins(case.trace, case.replayed) if starts and not case.is_single else ()
+    return any(starts[0] < op.start < starts[-1] for op in begins)
 
 
 def graph_as_it_is(case: Case) -> Proposal | None:
