@@ -6,6 +6,7 @@ Without the profiler the steps took, before and after the change: character_mode
 
 import gzip
 import json
+import math
 import re
 from statistics import median
 
@@ -125,6 +126,27 @@ def test_fused_attention_in_float32_is_priced_for_64_values_a_head():
     us = 4 * scores * prices.FP32_HEAD / (prices.ATTENTION * peaks.fp32) / 1e6
     assert "192 x 192" in proposal.evidence
     assert us in [pytest.approx(ns / 1e3, rel=1e-3) for ns in proposal.graph.dur]
+
+
+@pytest.mark.parametrize(
+    ("program", "scores", "part"),
+    [
+        ("protein_embeddings", [16, 20, 1002, 1002], 1),
+        ("summarization_finetuning", [8, 12, 1024, 1024], 1),
+        ("summarization_finetuning", [8, 12, 128, 128], 0.5),  # causal
+    ],
+)
+def test_only_a_mask_of_queries_and_keys_halves_fused_attention(program, scores, part):
+    """The mask of padding has one row for all queries. Its scores are copied first, but stay in fp32."""
+    filled = [e for e in raw_events(base(program)) if e["name"] == "aten::masked_fill"]
+    masks = [dims[1] for dims in (e["args"]["Input Dims"] for e in filled) if dims[0] == scores]
+    assert masks and all((mask[-2] == 1) == (part == 1) for mask in masks)
+    case = case_of(base(program))
+    us = part * 4 * math.prod(scores) * prices.FP32_HEAD / (prices.ATTENTION * common_peaks(case.trace.devices).fp32)
+    durations = attention.fused_attention(case).graph.dur
+    assert us / 1e6 in [pytest.approx(ns / 1e3, rel=1e-3) for ns in durations]
+    if program == "summarization_finetuning":
+        assert priced_changes(base(program))["fused_attention"].share == pytest.approx(saved(program, "sdpa"), abs=0.03)
 
 
 def test_a_bias_that_is_not_contiguous_keeps_fused_attention_out():

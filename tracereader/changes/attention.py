@@ -293,14 +293,13 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     """Return the time (µs) of these forward and backward passes with one fused kernel each."""
     peaks, products = case.peaks, _products(run)
     one, op = products[0]
-    # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
-    masked = any(op is not None and op.name in MASKS for _, _, op in run)
+    masked = any(op is not None and op.name in MASKS and not _is_of_the_keys(op) for _, _, op in run)
     passes = (forward + prices.BACKWARD_FLOPS * backward) / (1 + masked)
     # SDPA's math backend multiplies bf16 in fp32, and backward does not name the call that it belongs to.
     calls = case.step.named(SDPA.__eq__) if in_backward(op) else [one for one in op.above() if one.name == SDPA]
     asked = calls[0] if calls else op
     in_two_bytes = (type_of(asked) or one.name_says.get("types")) in TWO_BYTES or any(
-        op is not None and op.name == "aten::copy_" for _, _, op in run
+        op is not None and op.name == "aten::copy_" and len({*op.inputs.types[:2]}) != 1 for _, _, op in run
     )
     rate = prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32) if peaks is not None else 0.0
     if one.product is not None and peaks is not None:
@@ -316,6 +315,15 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
         reached = prices.PRODUCT * (peaks.tf32 if types == "tf32" else peaks.fp32)
         us *= reached / rate
     return us
+
+
+def _is_of_the_keys(op: Op) -> bool:
+    """Return whether a mask has one row for all queries, as one of padding has. A fused kernel skips none of the work.
+
+    A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
+    """
+    mask = op.inputs.dims_at(op.name != "aten::where") or ()
+    return len(mask) == len(op.inputs.dims_at(0) or ()) > 2 and mask[-2] == 1
 
 
 def touches(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
