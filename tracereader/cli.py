@@ -28,12 +28,8 @@ def main(argv=None):
         "  read-trace BEFORE/ AFTER/                 the changes between two such jobs",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
-    parser.add_argument(
-        "traces",
-        nargs="*",
-        metavar="TRACE",
-        help="a .json or .pftrace file, such a file with .gz, a folder, or a URL: of a file, a folder or *.json",
-    )
+    files = "a .json or .pftrace file, such a file with .gz, a folder, or a URL: of a file, a folder or *.json"
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help=files)
     option, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     option("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
     forms = "print a trace, or one run's ranks, as JSON in short; =all: all measurements; =schema: the form of both"

@@ -98,12 +98,8 @@ def _follows_overlap_copies(before: Side, after: Side) -> bool:
         sum(one.bytes_moved or 0 for way in ("HtoD", "DtoH") for one in side.summary.gpu_work if way in one.name)
         for side in (before, after)
     )
-    shares = [
-        side.summary.steady.exposed_copy_us / side.summary.steady_us
-        if side.summary.steady and side.summary.steady_us
-        else 0.0
-        for side in (before, after)
-    ]
+    steady = [(side.summary.steady, side.summary.steady_us) for side in (before, after)]
+    shares = [gpu.exposed_copy_us / us if gpu and us else 0.0 for gpu, us in steady]
     gone = shares[1] * step_us(after) <= LEFT * shares[0] * step_us(before)
     return 0 < was == now and gone and same_heavy(before, after)
 
@@ -135,10 +131,8 @@ def overlap_copies(case: Case) -> Proposal | None:
     small = all((one.bytes_moved or 0) <= STAGED_BYTES for _, one in batches)
     if small:
         batch = 'make these small tensors on the GPU (device="cuda"), or copy them once before the steps'
-    result = (
-        "copy results with non_blocking=True into tensors made with pin_memory=True, on a stream of its own, and read "
-        "them a step later"
-    )
+    pinned_copy = "copy results with non_blocking=True into tensors made with pin_memory=True"
+    result = f"{pinned_copy}, on a stream of its own, and read them a step later"
     evidence = [
         f"{_amount([one for _, one in some])} {way} the GPU"
         + (f" {end} pageable memory" if any(id(work) in pinned for work, _ in some) else "")

@@ -109,13 +109,9 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     # The kernels of each run that work on equally many elements, with that number.
     by_size = (grouped((_elements(entry), entry) for entry in run) for run in _runs(case, eager))
     alike = [same for some in by_size for same in some.items()]
+    parts = [(part, elements) for elements, some in alike for part in _parts(some) if len(part) > 1]
     # Each chain with the time (µs) of the kernel that replaces it.
-    chains = [
-        (part, _fused_us(part, elements, case.peaks))
-        for elements, some in alike
-        for part in _parts(some)
-        if len(part) > 1
-    ]
+    chains = [(part, _fused_us(part, elements, case.peaks)) for part, elements in parts]
     if not chains:
         return None
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
@@ -439,11 +435,8 @@ def skip_guards(case: Case) -> Proposal | None:
     # Every step is spared the same time. The saving then agrees with the evidence, whichever steps the replay measures.
     us = median(with_a_middle(each))
     spared = [min(1.0, (1 - prices.GUARDS_LEFT) * us / own) if own else 0.0 for own in each]
-    spans = [
-        (op.track, op.start, op.start + round(op.dur * part))
-        for some, part in zip(lookups, spared, strict=True)
-        for op in some
-    ]
+    parts = ((op, part) for some, part in zip(lookups, spared, strict=True) for op in some)
+    spans = [(op.track, op.start, op.start + round(op.dur * part)) for op, part in parts]
     return Proposal(
         without_cpu_time(case.graph, spans),
         f"a step looks up torch.compile's cache and checks guards {how_often(len(typical))}: "

@@ -584,10 +584,8 @@ def _between(case: Case, copies: bool) -> str:
 def _launches(launches: int, single: bool = False, where: str = "", between: str = NO_WAITS) -> str:
     """Return the evidence for a graph. between: what synchronizes between the launches."""
     if single:
-        return (
-            f"{launches:,} launches{where}{between}; the trace has one step, so it does not show whether each step "
-            "makes the same launches"
-        )
+        unknown = "the trace has one step, so it does not show whether each step makes the same launches"
+        return f"{launches:,} launches{where}{between}; {unknown}"
     return f"{launches:,} identical launches per step{where}{between}"
 
 
@@ -602,11 +600,8 @@ def _small_graph(case: Case) -> Proposal:
     first = [(work, one.us) for work, one, op in computing if op is computing[0][2]]
     copies = 2 * sum(us for _, us in first)
     graph = with_durations(as_cuda_graph(case.graph), case.in_all_steps({first[0][0]: first[0][1] + copies}))
-    calls = [
-        (one.launch.track, one.launch.start, prices.CALL_US)
-        for one in (step.work[0] for step in case.steps if step.work)
-        if one.launch is not None
-    ]
+    launched = [step.work[0].launch for step in case.steps if step.work]
+    calls = [(call.track, call.start, prices.CALL_US) for call in launched if call is not None]
     return Proposal(
         with_cpu_time(graph, calls),
         f"{_launches(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "

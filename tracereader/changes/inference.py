@@ -91,16 +91,12 @@ def static_cache(case: Case) -> Proposal | None:
     if keys := case.growing_keys:
         attending = (op for step in case.steps for op in attention_calls(step))
         calls, graph = [op for op in attending if queries_and_keys(op)[0] == 1], case.graph
-        seen = (
-            f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
-            "with each token"
-        )
+        here = f"here from {keys[0]:,} to {keys[1]:,}"
+        seen = f"attention's keys grow by one with each token, {here}, so the shapes change with each token"
     elif case.recomputed_tokens:
         calls = [op for step in case.steps for one in _with_a_cache(passes((step,))) for op in one.calls]
-        graph, how = (
-            with_durations(case.graph, case.in_all_steps(_of_new_tokens(case))),
-            f"pass only the new token, with {STATIC}",
-        )
+        graph = with_durations(case.graph, case.in_all_steps(_of_new_tokens(case)))
+        how = f"pass only the new token, with {STATIC}"
         least, most = case.recomputed_tokens
         seen = f"each pass through the model recomputes all tokens and has one more, here from {least:,} to {most:,}"
     else:

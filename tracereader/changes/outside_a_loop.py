@@ -8,7 +8,6 @@ something on without a gradient are left out.
 import bisect
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.figures.phases import backward_begins, kept_by_step, nodes_by_forward
 from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Trace, start_of
+from tracereader.trace.grouped import grouped
 from tracereader.trace.op_names import TAKES_A_PART
 
 CAST_BACKWARD = "ToCopyBackward0"  # of a weight that autocast casts in the first pass alone
@@ -106,10 +106,8 @@ def _outside(case: Case, part: Callable[[Passes], tuple[int, int] | None], what:
 @kept_by_step
 def all_passes(trace: Trace, step: Step) -> list[Passes]:
     """Return the passes of the loops that take a part of a tensor each, and hand on only what needs a gradient."""
-    in_order, begins, nodes = nodes_by_forward(trace, step), backward_begins(trace, step), defaultdict(list)
-    for begun, node in in_order:
-        if not node.name.endswith(CAST_BACKWARD):
-            nodes[begun].append(node)
+    in_order, begins = nodes_by_forward(trace, step), backward_begins(trace, step)
+    nodes = grouped((begun, node) for begun, node in in_order if not node.name.endswith(CAST_BACKWARD))
     found, runs = [], chain((run for *_, run in parts_in_turn(step)), (run for *_, run in after_a_cut(step)))
     for run in {run[0].start: run for run in runs}.values():
         if len(run) < MANY_PASSES or not nodes or any(run[0].start < one.start < run[-1].start for one in begins):

@@ -252,10 +252,8 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     does work that the others do not do. If it launches late, the ranks' CPUs stay as different as they are.
     """
     slow, why = findings.straggler(case.summary), findings.loss(case.summary)
-    times = {
-        work: work.us - collective.waits_us[collective.ranks.index(case.rank.rank)]
-        for work, collective in case.matched.items()
-    }
+    rank = case.rank.rank
+    times = {work: work.us - one.waits_us[one.ranks.index(rank)] for work, one in case.matched.items()}
     if not times:
         return None
     waits = Lengths(union((work.start, work.end - round(us * 1e3)) for work, us in times.items()))

@@ -71,15 +71,9 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
     for name, clones in cloned_inputs(step).items():
         work = [one for clone in clones for one in clone.work_below()]
         sizes = [launch_args(one).bytes for one in work if one.kind == "memcpy"]
-        copies.append(
-            HiddenCopy(
-                op=name,
-                calls=len(clones),
-                gpu_us=sum(one.dur for one in work) / 1e3,
-                cpu_us=sum(clone.us for clone in clones),
-                copied=2 * sum(sizes) if sizes and None not in sizes else None,
-            )
-        )
+        gpu_us, cpu_us = sum(one.dur for one in work) / 1e3, sum(clone.us for clone in clones)
+        copied = 2 * sum(sizes) if sizes and None not in sizes else None
+        copies.append(HiddenCopy(op=name, calls=len(clones), gpu_us=gpu_us, cpu_us=cpu_us, copied=copied))
     return tuple(sorted(copies, key=lambda one: (-one.gpu_us, -one.cpu_us)))
 
 

@@ -24,12 +24,11 @@ def compiled(trace: Trace) -> Compiled:
     looks = any(name.startswith(LOOKUP) for name in trace.op_names)
     counted = {name for name in trace.op_names if name.startswith(LOOKUP) or GRAPH.search(name)}
     calls = [Counter([op.name for op in one.walk() if op.name in counted]) for one in trace.steps] if counted else []
+    lookups = [sum(times for name, times in names.items() if name.startswith(LOOKUP)) for names in calls if looks]
     return Compiled(
         graphs=graphs,
         graphs_of_steps=[graphs_in(names) for names in calls] if graphs else [],
-        cache_lookups=[
-            sum(times for name, times in names.items() if name.startswith(LOOKUP)) for names in calls if looks
-        ],
+        cache_lookups=lookups,
         recompiled=sorted({match[0] for name in trace.op_names if (match := COMPILED_AGAIN.match(name))}),
     )
 

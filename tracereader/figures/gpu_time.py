@@ -121,14 +121,8 @@ def _beside_each_other(found: Sequence[Parts], waits: Intervals) -> list[Parts]:
     for number, one in enumerate(found):
         others = union(chain.from_iterable(busy for place, busy in enumerate(works) if place != number))
         not_launched, launched = both(one.not_launched, both(others, waits)), both(one.launched, others)
-        parts.append(
-            msgspec.structs.replace(
-                one,
-                not_launched=minus(one.not_launched, not_launched),
-                launched=minus(one.launched, launched),
-                elsewhere=union([*not_launched, *launched]),
-            )
-        )
+        rest = {"not_launched": minus(one.not_launched, not_launched), "launched": minus(one.launched, launched)}
+        parts.append(msgspec.structs.replace(one, **rest, elsewhere=union([*not_launched, *launched])))
     return parts
 
 

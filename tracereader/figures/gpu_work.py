@@ -167,10 +167,8 @@ def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:
     """Return each activity of the step with those of the other steps that are numbered alike: see numbered()."""
     if len(trace.steps) == 1:
         return [[one] for one in chosen.work]
-    by_name = defaultdict(list)
-    for step in trace.steps:
-        for name, some in grouped((one.name, one) for one in step.work).items():
-            by_name[name].append(some)
+    of_each = (grouped((one.name, one) for one in step.work) for step in trace.steps)
+    by_name = grouped(pair for of_step in of_each for pair in of_step.items())
     same = {name: zip_longest(*of_steps) for name, of_steps in by_name.items()}
     return [[each for each in next(same[one.name]) if each is not None] for one in chosen.work]
 

@@ -433,11 +433,9 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
     in_sequence = all(part.seq is not None for one in ranks for part in one.parts)
     keys, alike = [], True
     for one in ranks:
-        sizes = [call.bytes if call.kind in SAME_SIZE else None for call in one.calls]
-        of_call = [
-            (call.kind if in_sequence else call.step, (call.kind, size))
-            for call, size in zip(one.calls, sizes, strict=True)
-        ]
+        what = [(call.kind, call.bytes if call.kind in SAME_SIZE else None) for call in one.calls]
+        where = [call.kind if in_sequence else call.step for call in one.calls]
+        of_call = list(zip(where, what, strict=True))
         keys.append([(of_call[part.call], part.seq if in_sequence else None) for part in one.parts])
         alike = alike and keys[-1] == keys[0]
         if alike:

@@ -133,10 +133,8 @@ def cast_before_product(summary: Summary) -> Verdict:
     found = summary.attention.cast_products
     if found is None:
         return Verdict(False, "no fp32 product whose factors were cast to fp32")
-    seen = (
-        f"{counted(found.casts, 'cast')} in {duration(found.cast_us)}, before "
-        f"{counted(found.products, 'fp32 product')} in {duration(found.products_us)}"
-    )
+    products = f"{counted(found.products, 'fp32 product')} in {duration(found.products_us)}"
+    seen = f"{counted(found.casts, 'cast')} in {duration(found.cast_us)}, before {products}"
     return Verdict(_worth_a_line(summary, found.cast_us), seen)
 
 
@@ -235,10 +233,8 @@ def time_in_a_library(summary: Summary) -> Verdict:
     name = max(own, key=own.get, default=None)
     if name is None or not total:
         return Verdict(None, "no op that launches a library's kernel")
-    seen = (
-        f"{name}: {words.part_of(own[name], total)} of CPU self time in ops and CUDA calls; "
-        f"{makers[name].split()[0]} provides its kernel"
-    )
+    share = f"{words.part_of(own[name], total)} of CPU self time in ops and CUDA calls"
+    seen = f"{name}: {share}; {makers[name].split()[0]} provides its kernel"
     return Verdict(own[name] >= MUCH_SELF_TIME * total, seen)
 
 

@@ -69,10 +69,8 @@ def occupancy_not_estimated(summary: Summary) -> Verdict:
     one = kernels[0] if len(kernels) == 1 else None
     if one is None or one.occupancy is None:
         return Verdict(None, "the step is not one kernel with recorded registers and shared memory")
-    seen = (
-        f"{one.registers} registers per thread and {one.shared_memory:,} B shared memory per block of "
-        f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}"
-    )
+    shared = f"{one.shared_memory:,} B shared memory per block of {math.prod(one.block)} threads"
+    seen = f"{one.registers} registers per thread and {shared}: at most {one.occupancy.limit:.0%}"
     seen += f", limited by {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
     reported = one.occupancy.reported
     why_not = "" if reported is None else f"the profiler says {reported:.0%}"
@@ -123,10 +121,8 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
     scores, rest = one_side * seq, facts.peak_bytes - 4 * one_side * head_dim  # without inputs and result
     if scores <= WORKSPACE_BYTES:
         return Verdict(None, f"scores of {scores / 1e6:,.1f} MB are smaller than the memory that libraries keep")
-    seen = (
-        f"{rest / 1e6:,.0f} MB at the peak besides query, key, value and result, {rest / scores:.1f} times "
-        f"the scores' {scores / 1e6:,.0f} MB"
-    )
+    besides = f"{rest / 1e6:,.0f} MB at the peak besides query, key, value and result"
+    seen = f"{besides}, {rest / scores:.1f} times the scores' {scores / 1e6:,.0f} MB"
     if at_least:
         return Verdict(rest >= at_least * scores, seen)
     # A larger rest need not be scores: the memory-efficient kernel keeps wide heads in fp32.

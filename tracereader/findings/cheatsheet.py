@@ -22,16 +22,14 @@ Shown = tuple[Finding, Verdict]
 
 
 def found(summary: Summary, asked: Iterable[Finding] = CHEATSHEET) -> list[Shown]:
-    """Return those of the asked findings that a trace shows, in their order."""
-    backend = summary.source.backend
-    return [_in_its_words(one, verdict, backend) for one in asked if (verdict := one.ask(summary)).holds]
-
-
-def _in_its_words(one: Finding, verdict: Verdict, backend: str | None) -> Shown:
-    """Return a finding and its verdict in the words of the trace's device."""
-    said = {name: in_its_words(getattr(one, name), backend) for name in ("see", "means")}
-    evidence = in_its_words(verdict.evidence, backend)
-    return msgspec.structs.replace(one, **said), msgspec.structs.replace(verdict, evidence=evidence)
+    """Return those of the asked findings that a trace shows, in their order and in the words of the trace's device."""
+    shown, backend = [], summary.source.backend
+    for one in asked:
+        if (verdict := one.ask(summary)).holds:
+            said = {name: in_its_words(getattr(one, name), backend) for name in ("see", "means")}
+            evidence = in_its_words(verdict.evidence, backend)
+            shown.append((msgspec.structs.replace(one, **said), msgspec.structs.replace(verdict, evidence=evidence)))
+    return shown
 
 
 def what_to_do(summary: Summary) -> str:

@@ -40,11 +40,10 @@ def _roof(found: Decoding) -> str:
     allows = f"allows {facts.tokens / least * 1e6:,.0f} tokens a second, and the step reaches {reached}"
     if (found.multiply_us or 0.0) <= found.read_us:
         return f"{'reading alone' if found.multiply_us is None else 'the roofline'} {allows} of that: {read}"
-    return (
-        f"the roofline {allows} of that: arithmetic is the limit, because 2 x {facts.weight_bytes / 2e6:,.1f} M "
-        f"weights x {counted(facts.tokens, 'token')} = {found.flops / 1e9:,.1f} GFLOP take "
-        f"{duration(found.multiply_us)} at the data sheet's {found.tflops:,.0f} TFLOP/s; {read}"
-    )
+    factors = f"2 x {facts.weight_bytes / 2e6:,.1f} M weights x {counted(facts.tokens, 'token')}"
+    take = f"take {duration(found.multiply_us)} at the data sheet's {found.tflops:,.0f} TFLOP/s"
+    why = f"arithmetic is the limit, because {factors} = {found.flops / 1e9:,.1f} GFLOP {take}"
+    return f"the roofline {allows} of that: {why}; {read}"
 
 
 def _products(summary: Summary) -> list[str]:
@@ -58,7 +57,5 @@ def _products(summary: Summary) -> list[str]:
         return []
     if us <= MUCH_READING * found.step_us or read > us * found.gb_s * 1e3:
         return []
-    return [
-        f"matrix products take {duration(us)} of a step and read the weights at {read / us / 1e6:.2f} TB/s, "
-        f"{read / us / 1e3 / found.gb_s:.0%} of that bandwidth"
-    ]
+    reads = f"{read / us / 1e6:.2f} TB/s, {read / us / 1e3 / found.gb_s:.0%} of that bandwidth"
+    return [f"matrix products take {duration(us)} of a step and read the weights at {reads}"]

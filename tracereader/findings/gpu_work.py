@@ -65,10 +65,8 @@ def gemm_is_heavy(summary: Summary) -> Verdict:
     if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
         return Verdict(None, "the trace does not have both kernels with their registers and shared memory")
     (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
-    seen = (
-        f"the GEMM has {registers} registers per thread and {shared:,} B shared memory per block; "
-        f"the other kernel has {light} and {light_shared:,} B"
-    )
+    gemm = f"the GEMM has {registers} registers per thread and {shared:,} B shared memory per block"
+    seen = f"{gemm}; the other kernel has {light} and {light_shared:,} B"
     return Verdict(registers > light and shared > 0 and light_shared == 0, seen)
 
 
@@ -99,10 +97,8 @@ def duration_varies(summary: Summary) -> Verdict:
     )
     if widest is None:
         return Verdict(None, "no kernel of at least 5 µs that ran alone in three steps")
-    seen = (
-        f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
-        f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
-    )
+    times = f"{widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, mean {widest.mean_us:,.1f}"
+    seen = f"{short(widest.name)}: {times} over {widest.steps} steps"
     steady = "clock frequency, temperature and power were probably stable"
     return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
 

@@ -144,12 +144,10 @@ def compiled_rows(summary: Summary) -> Verdict:
     missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
     graphs = len(summary.compiled.graphs)
     same = graphs > 0 and all(one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps)
-    seen = (
-        f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
-        + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
-        + (f"; missing: {listed(missing)}" if missing else "")
-        + (f"; besides: {PREGRAPH}" if PREGRAPH in names else "")
-    )
+    seen = f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
+    seen += f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else ""
+    seen += f"; missing: {listed(missing)}" if missing else ""
+    seen += f"; besides: {PREGRAPH}" if PREGRAPH in names else ""
     return Verdict(not missing and graphs == 1 and same, seen)
 
 

@@ -716,10 +716,9 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
         return [f"no rank loses much time by waiting{whom}: {waits}", *[f"rank {often.rank} {last}"] * told_apart]
     slowest = sorted(((us, rank) for rank, (us, _) in _beyond(summary).items()), key=lambda one: -one[0])
     if not _last_is_known(summary):
-        return [
-            "it is not known which rank arrives last: the last one is later than the one before it by a median of "
-            f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
-        ]
+        later = f"the last one is later than the one before it by a median of {_us(summary.clocks.lead_us)}"
+        off = f"the clocks may be off by {_us(summary.clocks.apart_us)}"
+        return [f"it is not known which rank arrives last: {later}, and {off}"]
     first = f"the ranks wait for each other: {waits}"
     if len(slowest) > 1:
         told = listed([f"rank {rank} by {ms(us)}" for us, rank in slowest], most=3)
@@ -805,14 +804,13 @@ def in_some_steps(summary: RanksSummary, steps: Sequence[str]) -> str:
 
 def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
     """Return each reason as a sentence about the rank."""
+    idle = "its GPU is idle {} longer per step for another reason" if on_gpu else "it runs no op for {} longer per step"
     says = {
         "computes": "it computes {} longer per step",
         "copies": "its copies take {} longer per step",
         "launches late": "its CPU launches late: the GPU waits {} longer per step for launches",
         "waits for data": "it waits {} longer per step for the DataLoader",
-        "idle": "its GPU is idle {} longer per step for another reason"
-        if on_gpu
-        else "it runs no op for {} longer per step",
+        "idle": idle,
     }
     told = []
     for one in reasons:
@@ -882,10 +880,9 @@ def _exposed(summary: RanksSummary) -> list[str]:
     if not communication:
         return []
     together, told = worst.together_exposed_us, lambda us: _each_step(worst, us)
-    line = (
-        f"communication: rank {worst.rank} {told(communication)} per step, {1 - exposed / communication:.0%} of it "
-        f"hidden behind compute; {told(exposed)} exposed {_of_step(worst, exposed)}"
-    )
+    behind = f"{1 - exposed / communication:.0%} of it hidden behind compute"
+    line = f"communication: rank {worst.rank} {told(communication)} per step, {behind}; "
+    line += f"{told(exposed)} exposed {_of_step(worst, exposed)}"
     last = ""
     if worst.exposed_in_last_us > MOST * together:
         last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"

@@ -114,10 +114,8 @@ def unprofiled(summary: Summary) -> str:
     if _much_idle(busy, low):
         return ""  # the regime is the same then
     may = "it is probably GPU-bound then" if is_gpu_bound(summary) else "it may be GPU-bound then"
-    return (
-        f"Recording makes such a step longer. Without the profiler it takes an estimated {_range(low, high)}, of which "
-        f"the GPU is busy {duration(busy)}: {may}."
-    )
+    estimate = f"an estimated {_range(low, high)}, of which the GPU is busy {duration(busy)}"
+    return f"Recording makes such a step longer. Without the profiler it takes {estimate}: {may}."
 
 
 def unexplained_us(summary: Summary) -> float:

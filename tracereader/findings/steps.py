@@ -163,10 +163,8 @@ def of_turns(summary: Summary) -> str:
     """Return what to do if the GPUs of the process work one after the other; "" if they do not."""
     if summary.waits_for != "turns":
         return ""
-    return (
-        "To let the GPUs work at the same time, give them several smaller batches one after another "
-        "(torch.distributed.pipelining), or use fewer GPUs if the model fits"
-    )
+    batches = "give them several smaller batches one after another (torch.distributed.pipelining)"
+    return f"To let the GPUs work at the same time, {batches}, or use fewer GPUs if the model fits"
 
 
 def _untraced(summary: Summary) -> str:
@@ -174,10 +172,8 @@ def _untraced(summary: Summary) -> str:
     waits = summary.first_wait_us
     if waits is None or waits < max(LEAST_FIRST_WAIT_US, LONG_FIRST_WAIT * summary.window_us):
         return ""
-    return (
-        f"; the first launched activity waited {duration(waits)} while nothing recorded ran: the GPU was probably busy "
-        "with work that is not in this trace"
-    )
+    waited = f"the first launched activity waited {duration(waits)} while nothing recorded ran"
+    return f"; {waited}: the GPU was probably busy with work that is not in this trace"
 
 
 def overlap_of_steps(summary: Summary) -> str:
@@ -252,10 +248,8 @@ def busy_machine(summary: Summary) -> str | None:
         return None
     same = summary.source.facts.script or summary.source.shapes_recorded or short.gpu_busy_us
     supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
-    return (
-        f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
-        f"the same calls: {supposed}. {WHAT_TO_DO}"
-    )
+    longer = f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}"
+    return f"{longer}, which makes the same calls: {supposed}. {WHAT_TO_DO}"
 
 
 def without_records(found: Recording, whose: str = "") -> str:
@@ -282,17 +276,15 @@ def of_recording(summary: Summary) -> list[str]:
         lost = without_records(found, "the recording's ")
         said.append(f"{which} left out of everything below, which is on {below}: {lost}")
     if found.clipped:
-        several = found.clipped > 1
+        were, they_are, in_sum = ("were", "they are", " in sum") if found.clipped > 1 else ("was", "it is", "")
+        ends = "after a later one of the same stream, or after a wait for the GPU, which cannot be"
         said.append(
-            f"{words.activities(found.clipped)} {'were' if several else 'was'} recorded as ending after a later one of "
-            f"the same stream, or after a wait for the GPU, which cannot be: {'they are' if several else 'it is'} cut "
-            f"off there, by {duration(found.clipped_us)}{' in sum' * several}"
+            f"{words.activities(found.clipped)} {were} recorded as ending {ends}: {they_are} cut off there, by "
+            f"{duration(found.clipped_us)}{in_sum}"
         )
     if found.earlier_us:
-        said.append(
-            f"the first step waits {duration(found.earlier_us)} for GPU work from before it; this counts neither as "
-            "the step's time nor as idle time"
-        )
+        waits = f"the first step waits {duration(found.earlier_us)} for GPU work from before it"
+        said.append(f"{waits}; this counts neither as the step's time nor as idle time")
     if summary.busy_by_device:
         shares = [f"GPU {device} {share:.0%}" for device, share in sorted(summary.busy_by_device.items())]
         said.append(
@@ -309,18 +301,15 @@ def of_recording(summary: Summary) -> list[str]:
         others, one = duration(found.mixed.others_us), duration(found.mixed.longer_us)
         step = next((step for step in summary.steps if step.times_the_typical is not None), None)
         why = cause(summary, step) if step is not None else None
-        said.append(
-            f"{longer:,} of {count:,} steps take {one}, and the others {others}"
-            + (f": in step {step.number}, {why}" if why else "")
-        )
+        because = f": in step {step.number}, {why}" if why else ""
+        said.append(f"{longer:,} of {count:,} steps take {one}, and the others {others}{because}")
     if found.outlier is not None:
         step = next(one for one in summary.steps if one.name == found.outlier)
         why = cause(summary, step)
-        said.append(
-            f"step {step.number} takes {duration(step.cpu_us)} on the CPU, where the median step takes "
-            f"{duration(median(one.cpu_us for one in summary.steps))}, and is left out of the regime"
-            + (f": {why}" if why else "")
-        )
+        because = f": {why}" if why else ""
+        usual = f"the median step takes {duration(median(one.cpu_us for one in summary.steps))}"
+        takes = f"step {step.number} takes {duration(step.cpu_us)} on the CPU"
+        said.append(f"{takes}, where {usual}, and is left out of the regime{because}")
     return said
 
 
@@ -499,10 +488,8 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         return Verdict(False, f"{is_slower}: {seen}")
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
     gap_unit, shown = in_one_unit(gaps[:3])
-    seen = (
-        f"{part_of(first.cpu_us, usual, 'instead of')}; {in_gap} are in the gap (the steps' gaps: {', '.join(shown)} "
-        f"{gap_unit})"
-    )
+    all_gaps = f"the steps' gaps: {', '.join(shown)} {gap_unit}"
+    seen = f"{part_of(first.cpu_us, usual, 'instead of')}; {in_gap} are in the gap ({all_gaps})"
     return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
 
@@ -561,9 +548,8 @@ def steps_are_alike(summary: Summary) -> Verdict:
 def one_buffer_request(summary: Summary) -> Verdict:
     requests = summary.profiler.buffer_requests
     before = [one for one in requests if one.before_first_work]
-    seen = counted(len(requests), "request") + (
-        f"; the one before the first kernel takes {duration(before[0].us)}" if before else ""
-    )
+    seen = counted(len(requests), "request")
+    seen += f"; the one before the first kernel takes {duration(before[0].us)}" if before else ""
     return Verdict(len(requests) == 1 and len(before) == 1, seen)
 
 
@@ -602,7 +588,6 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
     syncs = [one for one in summary.training.syncs if one.idle_us]
     us = sum(one.idle_us for one in syncs)
     calls = words.listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
+    idle = f"the GPU is idle for {duration(us)} of a step"
     # A launch alone takes 5 µs.
-    return Verdict(
-        us > 5, f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}"
-    )
+    return Verdict(us > 5, f"{idle} in these calls and the launch after each: {calls}")

@@ -43,10 +43,9 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
         found = [f"{one.how or one.name}, {one.launches:,} launches" for one in summary.training.optimizers]
         return Verdict(False, listed(found) if found else "no optimizer in the step")
     most = max(loops, key=lambda one: one.launches)
-    seen = (
-        f"{most.name}: {most.launches:,} launches per step, {duration(most.cpu_us)} of CPU time for "
-        f"{duration(most.gpu_us)} of GPU time; the GPU is idle for {duration(most.idle_us)}"
-    )
+    times = f"{duration(most.cpu_us)} of CPU time for {duration(most.gpu_us)} of GPU time"
+    idle = f"the GPU is idle for {duration(most.idle_us)}"
+    seen = f"{most.name}: {most.launches:,} launches per step, {times}; {idle}"
     return Verdict(True, seen)
 
 

@@ -117,11 +117,8 @@ def _beside(base: Side, side: Side, proposed: Sequence[Opportunity], whose: str)
         unit, (_, measured, *after) = in_one_unit([*times, *(one.step_us_after for one in checked.proposals)])
         predicted = zip(checked.proposals, after, strict=True)
         each = "; ".join(f"{one.title}: {us} {unit}{_assumed(one)}" for one, us in predicted)
-        return [
-            *found,
-            f"{whose} report proposed several of its changes. Predicted for each by itself: {each}. "
-            f"Measured together: {measured} {unit}",
-        ]
+        several = f"{whose} report proposed several of its changes. Predicted for each by itself: {each}"
+        return [*found, f"{several}. Measured together: {measured} {unit}"]
     (one,) = checked.proposals
     told = prediction(one, whose, times, unprofiled[1], faster.why_missed(base, side, one.step_us_after, times[1]))
     if checked.also_compiled:

@@ -95,9 +95,8 @@ def changed(limit: Limit, before: float, after: float) -> float:
 
 def in_words(measure: str, before: float, after: float) -> str:
     """Return the change of a measure in words, with its unit."""
-    name = {"step": "the step", "cpu": "the step on the CPU", "gpu": "GPU time", "gpu busy": "GPU busy"}.get(
-        measure, measure
-    )
+    names = {"step": "the step", "cpu": "the step on the CPU", "gpu": "GPU time", "gpu busy": "GPU busy"}
+    name = names.get(measure, measure)
     values = f"{value_in_words(measure, before)} to {value_in_words(measure, after)}"
     if measure == "gpu busy" or not before or after == before:
         return f"{name}: {values}"

@@ -38,10 +38,8 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
     rows = [row for row in kernel_rows(sides) if row["status"] != "alike"]
     if rows:
         heads = ["GPU activity", *(f"run {number}, µs" for number in numbers), ""]
-        cells = [
-            [code(short(row["name"], NAME_SHOWN)), *map(us_in_words, row["us"]), row["status"]]
-            for row in rows[:KERNELS_SHOWN]
-        ]
+        shown = rows[:KERNELS_SHOWN]
+        cells = [[code(short(row["name"], NAME_SHOWN)), *map(us_in_words, row["us"]), row["status"]] for row in shown]
         lines += ["", *_table(heads, cells)]
         if len(rows) > KERNELS_SHOWN:
             lines += ["", f"{len(rows) - KERNELS_SHOWN:,} more names of GPU activities changed."]

@@ -135,16 +135,12 @@ def hand_over(
             out.print()
             paragraph(out, f"{plain(shown_path(trace))} is served at {server.url}", "[bold]Perfetto[/bold]   ")
             if not _browser(server.url):
+                port = server.server_port
                 out.print("no browser here: on the machine with your browser, run")
-                out.print(
-                    f"  ssh -L {server.server_port}:127.0.0.1:{server.server_port} {_user()}@{socket.gethostname()}"
-                )
+                out.print(f"  ssh -L {port}:127.0.0.1:{port} {_user()}@{socket.gethostname()}")
                 out.print("and open that address. Nothing is uploaded: the trace goes from here to your browser")
-            paragraph(
-                out,
-                f"Ctrl-C ends it; it ends by itself after the hand-over, {_minutes(timeout_s)} without a click, or "
-                f"{_minutes(answer_s)} without an answer from Perfetto",
-            )
+            after = f"{_minutes(timeout_s)} without a click, or {_minutes(answer_s)} without an answer from Perfetto"
+            paragraph(out, f"Ctrl-C ends it; it ends by itself after the hand-over, {after}")
             if not server.fetched.wait(timeout_s):
                 why = f"nobody clicked on its page within {_minutes(timeout_s)}: {instead}"
             else:

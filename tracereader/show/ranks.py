@@ -101,10 +101,8 @@ def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
     """Return the summary with the figures, collectives, groups and messages of only one rank."""
     ranks = tuple(one for one in summary.ranks if one.rank == rank)
     pairs = tuple(one for one in summary.pairs if rank in (one.source, one.destination))
-    among = {
-        name: tuple(one for one in getattr(summary, name) if rank in one.ranks)
-        for name in ("matched", "groups", "messages")
-    }
+    fields = ("matched", "groups", "messages")
+    among = {name: tuple(one for one in getattr(summary, name) if rank in one.ranks) for name in fields}
     return replace(summary, ranks=ranks, pairs=pairs, **among)
 
 
@@ -624,9 +622,8 @@ def _lanes(out: Console, summary: RanksSummary, view: View, traces: Sequence[Ran
     if lines:
         step = step.removeprefix(STEP[:-1])
         what = "collectives and receives" if summary.messages else "collectives"
-        out.print(
-            f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; {what}, {lanes.WAITS} while one waits"
-        )
+        legend = f"computing by phase; {what}, {lanes.WAITS} while one waits"
+        out.print(f"[bold]lanes of step {plain(step)}[/bold]: {legend}")
         for line in lines:
             out.print(plain(line), style=None if line.startswith("rank") else "green")
 

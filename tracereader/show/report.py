@@ -510,9 +510,8 @@ def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Predi
         why = steps.cause(summary, one)
         told = f": {plain(why)}" if why else "; the trace does not show why"
         told = ", for the reason above" if why and why in above else told
-        paragraph(
-            out, f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step{told}", rest="  "
-        )
+        line = f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step{told}"
+        paragraph(out, line, rest="  ")
     if len(longer) > LONGER_EXPLAINED:
         out.print(f"* {counted(len(longer) - LONGER_EXPLAINED, 'other step')} took longer than the typical step, too")
     if view.brief:

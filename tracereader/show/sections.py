@@ -25,12 +25,8 @@ def _sections(text: str) -> list[str]:
 def add_view_flags(group) -> None:
     """Add the flags that the numbered scripts and read-trace share: the content of a report, and its destination."""
     how_much = group.add_mutually_exclusive_group()
-    how_much.add_argument(
-        "--only",
-        type=_sections,
-        metavar="SECTION,…",
-        help=f"show only these sections of the report, separated by commas: {', '.join(SECTIONS)}",
-    )
+    only = f"show only these sections of the report, separated by commas: {', '.join(SECTIONS)}"
+    how_much.add_argument("--only", type=_sections, metavar="SECTION,…", help=only)
     how_much.add_argument("--all", action="store_true", help="show every section with all its rows")
     group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (default: a typical step)")
     drawn = "draw the lanes of that step even if the output is not a terminal"

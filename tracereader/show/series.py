@@ -51,11 +51,8 @@ def show(
     uneven = [one for one in shown if one.other_calls]
     if uneven:
         whose = " and similar ops are" if len(uneven) > 1 else " is"
-        paragraph(
-            out,
-            f"{plain(short(uneven[0].name, 50))}{whose} called a different number of times in "
-            f"{counted(uneven[0].other_calls, 'step')}, which the line leaves out",
-        )
+        told = f"called a different number of times in {counted(uneven[0].other_calls, 'step')}"
+        paragraph(out, f"{plain(short(uneven[0].name, 50))}{whose} {told}, which the line leaves out")
     if steps < ENOUGH:
         few = "1 step is" if steps == 1 else f"{steps} steps are"
         advice = "record with --active 20" if numbered_script else "record 20"

@@ -31,13 +31,10 @@ def show(out: Console, found: Sequence[Start], names: Sequence[str], number: str
         gaps = sum(one.gap_us or 0.0 for one in rest)
         rows.append([f"{others(rest)}, in all", us(gaps), *[""] * (len(heads) - 2)])
     print_columns(out, heads, rows, section="starts")
-    paragraph(
-        out,
-        "gap: the GPU's idle time before the activity. wait: from the launch call's start to the activity's start. "
-        "The wait consists of call (the launch call), queue (behind earlier work of the stream), "
-        + "own (slices of the profiler and the driver), " * own
-        + "and way (the rest).",
-    )
+    legend = "gap: the GPU's idle time before the activity. wait: from the launch call's start to the activity's start."
+    parts = "call (the launch call), queue (behind earlier work of the stream), "
+    parts += "own (slices of the profiler and the driver), " * own
+    paragraph(out, f"{legend} The wait consists of {parts}and way (the rest).")
     for one in shown:
         if one.own_us:
             paragraph(out, f"own, before {plain(short(one.name, 40))}: {_named(one.own_us)}", rest="  ")

@@ -46,9 +46,8 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
     if again := found.recomputed:
         activities = counted(again.pieces, "activity", "activities")
         gpu = f", {duration(again.gpu_us)} of GPU time in {activities}" if again.pieces else ""
-        lines.append(
-            f"recomputed in backward: {counted(again.calls, 'forward op')}, {duration(again.cpu_us)} of CPU time{gpu}"
-        )
+        cpu = f"{counted(again.calls, 'forward op')}, {duration(again.cpu_us)} of CPU time"
+        lines.append(f"recomputed in backward: {cpu}{gpu}")
     if waits := found.loading:
         idle = "" if waits.idle_us is None else f"; the GPU is idle for {duration(waits.idle_us)} of that time"
         step = "the step on the CPU" if summary.has_gpu_work else "the step"
@@ -84,12 +83,9 @@ def memory(curve: MemoryCurve, ascii_only: bool) -> list[str]:
     what = "GPU memory" if curve.on_gpu else "CPU memory, counted from the recording's start"
     places = [f"in {one}" for one in (curve.phase, curve.module, curve.op) if one]
     where = f", allocated {', '.join(places)}" if places else ""
-    return [
-        f"{what}, over the step",
-        f"  {''.join(blocks[one] for one in height)}",
-        f"  {_size(curve.start_bytes)} at its start, {_size(curve.end_bytes)} at its end; the peak of "
-        f"{_size(curve.peak_bytes)} at {curve.peak_at:.0%} of the step{where}",
-    ]
+    ends = f"{_size(curve.start_bytes)} at its start, {_size(curve.end_bytes)} at its end"
+    peak = f"the peak of {_size(curve.peak_bytes)} at {curve.peak_at:.0%} of the step{where}"
+    return [f"{what}, over the step", f"  {''.join(blocks[one] for one in height)}", f"  {ends}; {peak}"]
 
 
 def _size(count: int) -> str:

@@ -37,10 +37,8 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             mine, *others = (printable(name) for name in one.names)
             ran = f", with {counted(source.processes[0].gpu_activities, 'GPU activity', 'GPU activities')}"
             what, ran = (" with GPU work", ran) if source.processes[0].gpu_activities else ("", "")
-            return (
-                f"the file holds {one.count + 1:,} processes{what}; this report is about {mine}{ran}; --process reads "
-                f"another one: {some_of(others)}"
-            )
+            holds = f"the file holds {one.count + 1:,} processes{what}; this report is about {mine}{ran}"
+            return f"{holds}; --process reads another one: {some_of(others)}"
         case "others_without_gpu_work":
             mine, *others = (printable(name) for name in one.names)
             have = _verb(one.count, "has", "have")
@@ -83,10 +81,9 @@ def _in_words(one: TraceWarning, source: Source) -> str:
             them = _verb(one.count, "it", "them")
             return f"{said} step and no op, and the tables of steps and names leave {them} out"
         case "starts_before_launch":
-            return (
-                f"{activities(one.count)} {_verb(one.count, 'starts', 'start')} before the launch call, by up to "
-                f"{duration(one.us)}: launch latencies and idle times by cause are wrong by about that"
-            )
+            starts = f"{activities(one.count)} {_verb(one.count, 'starts', 'start')} before the launch call"
+            wrong = "launch latencies and idle times by cause are wrong by about that"
+            return f"{starts}, by up to {duration(one.us)}: {wrong}"
     raise ValueError(one.name)
 
 

@@ -112,10 +112,9 @@ def product_in_words(shape: Product) -> str:
 
 def attention_in_words(shape: Attention) -> str:
     shared = f", {shape.kv_heads} of keys and values" if shape.kv_heads != shape.heads else ""
-    return (
-        f"batch {shape.batch} · heads {shape.heads}{shared} · {shape.queries} queries · {shape.keys} keys · head size "
-        f"{shape.head_size}, {formats.operations(shape.flops)} {MASKS[shape.causal]}"
-    )
+    sizes = f"{shape.queries} queries · {shape.keys} keys · head size {shape.head_size}"
+    operations = f"{formats.operations(shape.flops)} {MASKS[shape.causal]}"
+    return f"batch {shape.batch} · heads {shape.heads}{shared} · {sizes}, {operations}"
 
 
 # The mask by which attention's FLOPs are counted.

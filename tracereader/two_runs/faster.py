@@ -51,15 +51,11 @@ def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: b
     if compare.only_one_has_gpu_work(before, after):
         first = than or "the first"
         only = who if after.summary.has_gpu_work else first
-        return (
-            f"{who} does not compare with {first}: only {only} has GPU work, so they are not recordings of the same "
-            "kind"
-        )
+        why = f"only {only} has GPU work, so they are not recordings of the same kind"
+        return f"{who} does not compare with {first}: {why}"
     if compare.only_one_has_steps(before, after):
-        return (
-            f"{who} does not compare with {than or 'the first'} by step: one of them has no profiler steps, so its "
-            "whole recording counts as one step"
-        )
+        why = "one of them has no profiler steps, so its whole recording counts as one step"
+        return f"{who} does not compare with {than or 'the first'} by step: {why}"
     paced = pace(step_us(before, of_one_step), step_us(after, of_one_step), than)
     return "; ".join([f"{who} {paced}", *([] if of_one_step else reasons(before, after))])
 
