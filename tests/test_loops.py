@@ -196,7 +196,7 @@ def test_the_same_model_is_called_once_for_all_passes_if_nothing_is_computed_bet
     one = next(iter(priced_changes(base("sales_forecast")).values()))
     calls = outermost_modules("sales_forecast")
     assert one.change == "larger_batch" and len(calls) == 30
-    assert one.evidence.startswith("each of 30 passes calls the same model, with nothing computed in between")
+    assert one.evidence.startswith("each of 30 passes calls the same model, and takes no other call's result")
     low, high = one.estimated_savings
     assert low <= saved("sales_forecast", "at_once") <= high
 
@@ -229,18 +229,24 @@ def test_calls_whose_result_may_be_the_next_ones_input_are_left_alone(tmp_path, 
     assert "larger_batch" not in priced_changes(edited(base("sales_forecast"), tmp_path, edit))
 
 
+NO_RESULT = "and takes no other call's result as far as shapes show"
+AT_ONCE = {"inpaint_guided": "batch_cfg", "video_depth_tta": "batch_flips"}
+
+
 @pytest.mark.parametrize(
     ("program", "modules", "loops", "how_called"),
     [
         ("reward_training", ("Words_0",), 1, "with tokens or other indices of its own"),
         ("preference_training", ("Words_0", "Words_1"), 2, "with tokens or other indices of its own"),
-        ("signature_triplets", ("Sequential_0",), 1, "with nothing computed in between"),
-        ("stereo_depth", ("Sequential_0",), 1, "with nothing computed in between"),  # inside another module
-        ("guided_sampler", ("_Denoiser_0",), 6, "with nothing computed in between"),  # results of the inputs' shape
+        ("signature_triplets", ("Sequential_0",), 1, NO_RESULT),
+        ("stereo_depth", ("Sequential_0",), 1, NO_RESULT),  # inside another module
+        ("guided_sampler", ("_Denoiser_0",), 6, NO_RESULT),  # results of the inputs' shape
+        ("inpaint_guided", ("TextUNet_0",), 15, NO_RESULT),  # each result is converted to the type that it has
+        ("video_depth_tta", ("DepthNet_0",), 2, NO_RESULT),  # the second call's input is flipped, for both sizes
     ],
 )
 def test_two_calls_of_one_model_can_be_one(program, modules, loops, how_called):
-    """One batch with both inputs saved 21 to 50% on an H200."""
+    """One batch with both inputs saved 18 to 54% on an H200."""
     one = priced_changes(base(program))["larger_batch"]
     notes = second_step(program, "python_function")
     calls = sum(e["name"].removeprefix("nn.Module: ") in modules for e in notes)
@@ -249,7 +255,34 @@ def test_two_calls_of_one_model_can_be_one(program, modules, loops, how_called):
     assert said and int(said[1]) == calls
     assert "one batch with all inputs" in one.how
     low, high = one.estimated_savings or (one.share, one.share)
-    assert low - 0.02 <= saved(program, "at_once") <= high + 0.14
+    assert low - 0.02 <= saved(program, AT_ONCE.get(program, "at_once")) <= high + 0.14
+
+
+def a_sum_of_the_input(events):
+    """Let the op between two calls, which flips the image, make a tensor of another size."""
+    for e in events:
+        if e.get("name") == "aten::flip" and e["args"]["Input Dims"][0][1] == 3:
+            e["name"] = "aten::sum"
+
+
+def an_image_like_the_result(events):
+    """Let the op between two calls take what has the result's size, as an image with the depths would."""
+    for e in events:
+        if e.get("name") == "aten::flip" and (dims := e["args"]["Input Dims"])[0][1] == 3:
+            dims[0] = [1, 1, *dims[0][2:]]
+            e["name"] = "aten::cat"
+
+
+def a_state_in_a_list(events):
+    """Let the model join two tensors that it has not used before, as it would if one were a call's result."""
+    for e in events:
+        if e.get("name") == "aten::cat" and isinstance(e["args"]["Input Dims"][0][0], list):
+            e["args"]["Input Dims"][0] = [[1, 7, 30, 40], [1, 9, 30, 40]]
+
+
+@pytest.mark.parametrize("edit", [a_sum_of_the_input, an_image_like_the_result, a_state_in_a_list])
+def test_inputs_that_may_be_made_of_a_result_keep_calls_apart(tmp_path, edit):
+    assert "larger_batch" not in priced_changes(edited(base("video_depth_tta"), tmp_path, edit))
 
 
 def test_a_loop_over_samples_takes_twice_as_long_for_twice_the_batch():

@@ -7,7 +7,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from statistics import median_high
 
@@ -53,7 +53,7 @@ COPIES = ("aten::clone", "aten::copy_", "aten::to")
 JOINS = ("aten::stack", "aten::cat")  # of the passes' results
 FROM_THE_CPU = "computes with an input of its own from the CPU"
 OWN_MODEL = "computes with a model of its own"  # of an ensemble, or of one customer or task each
-AGAIN = "calls the same model, with nothing computed in between"  # such as Monte Carlo dropout
+AGAIN = "calls the same model, and takes no other call's result as far as shapes show"  # as Monte Carlo dropout does
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
@@ -86,6 +86,7 @@ IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
 GATES = ("aten::tanh", "aten::sigmoid")
+KEEPS_ITS_SIZE = re.compile(r"aten::(flip|roll|\w*softmax|sigmoid|add|sub|mul|div|clamp|exp)_?$").match
 
 
 FEWER_PRODUCTS = halved(
@@ -533,40 +534,66 @@ def _apart(
 ) -> Iterator[tuple[Sequence[Op], str]]:
     """Yield the calls that follow each other and take no other call's result, and what such a pass does.
 
-    Each launches as much, and keeps no state. Between the calls nothing is computed, and their last layer makes vectors
-    of a size that the input does not have. Calls that take whole numbers are few, with little between them, and nothing
-    makes such numbers. The next op takes the result, or all results together, as a sampler with guidance does.
+    Each launches as much, and keeps no state. Between the calls nothing is computed, except from inputs, as a flip is,
+    and from results of another size, and their last layer makes vectors of a size that the input does not have. Calls
+    that take whole numbers are few, with little between them, and nothing makes such numbers. The next op takes the
+    result, or all results together, as a sampler with guidance does.
     """
     if len(run) < 2 or IS_LOSS(run[0].name):
         return
     places = [tuple(bisect.bisect_left(ops, time, key=start_of) for time in (one.start, one.end)) for one in run]
     data, inside = [_data(ops[begin:end]) for begin, end in places], ops[slice(*places[0])]
-    layer = next((op.inputs.tensors for op in reversed(inside) if LAYER(op.name)), ())
+    parts = [[call for _, call in some] for _, some in groupby(zip(data, run, strict=True), lambda one: one[0])]
+    if len(parts) > 1:
+        for part in parts:
+            yield from _apart(step, ops, part, begins, are_roots)
+        return
+    last = next((op for op in reversed(inside) if LAYER(op.name)), None)
+    layer = last.inputs.tensors if last is not None else ()
     if data[0] is None or len(layer) < 2 or any(KEEPS_A_STATE(op.name) for op in inside):
         return
     of_numbers, cuts = "int" in data[0].type, [0]
+    viewed = any(op.name in VIEWS for (_, end), (begin, _) in pairwise(places) for op in ops[end:begin])
+    size = math.prod if viewed and not of_numbers else tuple  # a view has the size of a result
+    # What takes one tensor after the last layer is a function of the result.
+    inside = [op for op in inside if op.start <= last.start or len(op.inputs.tensors) != 1]
+    taken, hides = set(), of_numbers and any(PICKS(op.name) for op in inside)
+    for op in inside:
+        joined = [(data[0].type, size(dims)) for dims in _shapes(op.inputs.recorded[:1])[1:]]
+        # A call's own tensors have been used before, all but the one that was just made. A state has not.
+        hides |= op.name in JOINS and (not joined or sum(one not in taken for one in joined) > 1)
+        taken |= {*joined, *((one.type, size(one.shape)) for one in op.inputs.tensors)}
+    channels = data[0].shape[1 if len(layer[1].shape) > 2 else -1]
+    is_new = not hides and (of_numbers or layer[1].shape[0] != channels)
+    made_now = [one for op in ops[places[-1][1] :][:1] for one in op.inputs.tensors[:1]]
+    stays = is_new and all((one.type, size(one.shape)) not in taken for one in made_now)
+    sizes = {math.prod(one.shape) for one in (data[0], *made_now) if stays}
     for place, ((_, end), (begin, _)) in enumerate(pairwise(places), 1):
         (one, two), between = run[place - 1 : place + 1], ops[end:begin]
         if of_numbers:
             made = two.start - one.end > one.dur or any(NUMBERS(op.name) for op in between)
         else:
-            made = any(_computes(step, op) for op in between)
-        if made or data[place] != data[0] or bisect.bisect(begins, one.end) < bisect.bisect(begins, two.start):
+            made = any(_computes(step, op) and not _of_one_size(op, sizes) for op in between)
+        if made or bisect.bisect(begins, one.end) < bisect.bisect(begins, two.start):
             cuts.append(place)
-    size = tuple if of_numbers else math.prod  # a view has the size of a result
-    taken = {(one.type, size(one.shape)) for op in inside for one in op.inputs.tensors}
-    hides = any(op.name in JOINS or (of_numbers and PICKS(op.name)) for op in inside)  # their shapes are not recorded
-    is_new = not hides and (of_numbers or layer[1].shape[0] not in data[0].shape)
     for begin, end in pairwise([*cuts, len(run)]):
         calls, following = run[begin:end], ops[places[end - 1][1] :][:1]
         results = [(one.type, size(one.shape)) for op in following for one in op.inputs.tensors]
         launched = set(_launches(step, [(call.start, call.end) for call in calls]))
         if len(calls) < 2 or len(launched) > 1 or launched == {0} or not results or (of_numbers and len(calls) > FEW):
             continue
-        together = are_roots and not (begins or of_numbers) and results.count(results[0]) >= len(calls)
+        joins = next((op for op in ops[places[end - 1][1] :] if _computes(step, op)), following[0]).inputs.tensors
+        alike = [one for one in joins if (one.type, size(one.shape)) == results[0]]
+        together = are_roots and not (begins or of_numbers) and len(alike) >= len(calls)
         shown = of_numbers or following[0].name in ("aten::detach", "aten::to") or _computes(step, following[0])
         if shown and (together or (is_new and results[0] not in taken)):
             yield calls, OWN_INDICES if of_numbers else AGAIN
+
+
+def _of_one_size(op: Op, sizes: Collection[int | None]) -> bool:
+    """Return whether all tensors that an op takes are of one of two sizes, and so is what it makes."""
+    found = {math.prod(one.shape) for one in op.inputs.tensors if one.shape}
+    return len(sizes) == 2 and len(found) == 1 and found < sizes and bool(KEEPS_ITS_SIZE(op.name))
 
 
 def _data(ops: Sequence[Op]) -> Tensor | None:
