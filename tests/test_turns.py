@@ -23,7 +23,7 @@ from test_opportunities import priced_changes, raw_events
 from torch import nn
 
 from tracereader.changes import equal_passes
-from tracereader.changes.equal_passes import ADDS_UP, OWN_MODEL, loops
+from tracereader.changes.equal_passes import ADDS_UP, AGAIN, OWN_MODEL, loops
 from tracereader.trace import read
 
 
@@ -499,3 +499,74 @@ def test_products_in_fp32_are_named_although_the_cpu_limits_the_recorded_step():
     low, high = one.estimated_savings
     assert low <= saved("lora_tuning", "tf32") <= high < share + 0.02
     assert abs(one.saves_us) < 1, "the CPU limits the recorded step"
+
+
+class Images(nn.Module):
+    """A small model of images, with or without a state beside its result. Its activation is no gate."""
+
+    def __init__(self, out):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, out, 1)
+        self.join, self.add = nn.Conv2d(12, 6, 1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x, state=None, joins=True):
+        x = self.first(x).relu()
+        if state is None:
+            return self.last(x)
+        state = self.join(torch.cat([x, state], 1)).relu() if joins else (x + self.add(state)).relu()
+        return self.last(state), state
+
+
+def flipped(model, x):
+    total = model(x).softmax(1)
+    for dim in (1, 2, 3):
+        total = total + model(x.flip(dim)).softmax(1)
+    return total
+
+
+def joined_at_once(model, x):
+    ones, others = model(x), model(x)
+    return (ones + 3 * (others.to(ones.dtype) - ones)).abs()
+
+
+def a_part_is_the_next_input(model, x):
+    for _ in range(5):
+        change, _ = model(x).detach().chunk(2, 1)
+        x = x - 0.1 * change
+    return x
+
+
+def a_state_from_zeros(model, x):
+    state, results = torch.zeros(2, 6, 8, 8), []
+    for part in x.repeat(5, 1, 1, 1, 1).unbind():
+        result, state = model(part, state, joins=False)
+        results.append(result.softmax(1))
+    return results
+
+
+def a_state_from_before(model, x, kept={}):  # noqa: B006 - the state of the step before
+    state, results = kept.get("state", x.new_ones(2, 6, 8, 8)), []
+    for part in x.repeat(5, 1, 1, 1, 1).unbind():
+        result, state = model(part, state)
+        results.append(result.softmax(1))
+    kept["state"] = state
+    return results
+
+
+@pytest.mark.parametrize(
+    ("step", "out", "found"),
+    [
+        (flipped, 5, [4]), (joined_at_once, 5, [2]), (a_part_is_the_next_input, 8, []),
+        (a_state_from_zeros, 5, []), (a_state_from_before, 5, []),
+    ],
+)  # fmt: skip
+def test_calls_of_a_model_whose_result_goes_into_the_next_call_stay_apart(tmp_path, step, out, found):
+    model, x = Images(out).eval(), torch.randn(2, 4, 8, 8)
+
+    def without_gradients():
+        with torch.no_grad():
+            step(model, x)
+
+    record(without_gradients, tmp_path / "trace.json", with_modules=True)
+    trace = read(tmp_path / "trace.json.gz")
+    assert [len(one.starts) for one in loops(trace, trace.steps[-1]) if one.what == AGAIN] == found

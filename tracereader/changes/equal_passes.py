@@ -7,7 +7,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from statistics import median_high
 
@@ -40,7 +40,7 @@ from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, minus, union
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS
-from tracereader.trace.op_names import CUTS, TAKES_A_PART
+from tracereader.trace.op_names import CUTS, SLICES, TAKES_A_PART
 from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
 
@@ -75,6 +75,7 @@ IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
 LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(r"aten::\w*(lstm|gru|rnn)").match
+USES = re.compile(r"aten::\w*(conv|linear|pool|upsample)").match
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
 NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
@@ -550,47 +551,68 @@ def _apart(
         return
     last = next((op for op in reversed(inside) if LAYER(op.name)), None)
     layer = last.inputs.tensors if last is not None else ()
-    if data[0] is None or len(layer) < 2 or any(KEEPS_A_STATE(op.name) for op in inside):
+    if data[0] is None or len(layer) < 2 or any(KEEPS_A_STATE(op.name) or op.name == "aten::copy_" for op in inside):
         return
     of_numbers, cuts = "int" in data[0].type, [0]
     viewed = any(op.name in VIEWS for (_, end), (begin, _) in pairwise(places) for op in ops[end:begin])
     size = math.prod if viewed and not of_numbers else tuple  # a view has the size of a result
     # What takes one tensor after the last layer is a function of the result.
     inside = [op for op in inside if op.start <= last.start or len(op.inputs.tensors) != 1]
-    taken, hides = set(), of_numbers and any(PICKS(op.name) for op in inside)
-    for op in inside:
-        joined = [(data[0].type, size(dims)) for dims in _shapes(op.inputs.recorded[:1])[1:]]
-        # A call's own tensors have been used before, all but the one that was just made. A state has not.
-        hides |= op.name in JOINS and (not joined or sum(one not in taken for one in joined) > 1)
-        taken |= {*joined, *((one.type, size(one.shape)) for one in op.inputs.tensors)}
+    taken, hides = _taken(inside, size)
+    hides |= of_numbers and any(PICKS(op.name) for op in inside)
     channels = data[0].shape[1 if len(layer[1].shape) > 2 else -1]
-    is_new = not hides and (of_numbers or layer[1].shape[0] != channels)
-    made_now = [one for op in ops[places[-1][1] :][:1] for one in op.inputs.tensors[:1]]
-    stays = is_new and all((one.type, size(one.shape)) not in taken for one in made_now)
-    sizes = {math.prod(one.shape) for one in (data[0], *made_now) if stays}
+    is_new = not hides and (of_numbers or layer[1].shape[0] != channels) and not _begins_with_zeros(ops, run[0], inside)
+    made_now = [one.shape for op in ops[places[-1][1] :][:1] for one in op.inputs.tensors[:1]]
+    stays = is_new and all(size(one) not in taken for one in made_now)
+    two_sizes = {math.prod(one) for one in (data[0].shape, *made_now) if stays}
     for place, ((_, end), (begin, _)) in enumerate(pairwise(places), 1):
         (one, two), between = run[place - 1 : place + 1], ops[end:begin]
         if of_numbers:
             made = two.start - one.end > one.dur or any(NUMBERS(op.name) for op in between)
         else:
-            made = any(_computes(step, op) and not _of_one_size(op, sizes) for op in between)
+            made = any(_computes(step, op) and not _of_one_size(op, two_sizes) for op in between)
+            # A part of a result may have the input's size.
+            parts = [one for op in between if op.name in SLICES for one in op.inputs.tensors[:1]]
+            made |= any(math.prod(one.shape) == math.prod(dims) for one in parts for dims in made_now)
         if made or bisect.bisect(begins, one.end) < bisect.bisect(begins, two.start):
             cuts.append(place)
     for begin, end in pairwise([*cuts, len(run)]):
         calls, following = run[begin:end], ops[places[end - 1][1] :][:1]
-        results = [(one.type, size(one.shape)) for op in following for one in op.inputs.tensors]
+        results = [size(one.shape) for op in following for one in op.inputs.tensors]
         launched = set(_launches(step, [(call.start, call.end) for call in calls]))
         if len(calls) < 2 or len(launched) > 1 or launched == {0} or not results or (of_numbers and len(calls) > FEW):
             continue
         joins = next((op for op in ops[places[end - 1][1] :] if _computes(step, op)), following[0]).inputs.tensors
-        alike = [one for one in joins if (one.type, size(one.shape)) == results[0]]
+        alike = [one for one in joins if size(one.shape) == results[0]]
         together = are_roots and not (begins or of_numbers) and len(alike) >= len(calls)
         shown = of_numbers or following[0].name in ("aten::detach", "aten::to") or _computes(step, following[0])
         if shown and (together or (is_new and results[0] not in taken)):
             yield calls, OWN_INDICES if of_numbers else AGAIN
 
 
-def _of_one_size(op: Op, sizes: Collection[int | None]) -> bool:
+def _taken(ops: Sequence[Op], size: Callable) -> tuple[set, bool]:
+    """Return the sizes of the tensors that a call's ops take, and whether those in lists may be of another call.
+
+    Layers have used a call's own tensors before, all but the one that was just made. They have used no state.
+    """
+    taken, used, hides = set(), set(), False
+    for op in ops:
+        sizes = [size(one.shape) for one in op.inputs.tensors]
+        joined = [size(one) for one in _shapes(op.inputs.recorded[:1])[1:]]
+        hides |= op.name in JOINS and (not joined or sum(one not in used for one in joined) > 1)
+        taken |= {*sizes, *joined}
+        used |= {*sizes} if USES(op.name) else set()
+    return taken, hides
+
+
+def _begins_with_zeros(ops: Sequence[Op], call: Op, inside: Sequence[Op]) -> bool:
+    """Return whether ops inside a call take a tensor of a shape of zeros that are made before it, as a state is."""
+    zeros = (op for op in ops if op.start < call.start and "zeros" in op.name)
+    begun = {str(one) for op in zeros for one in (op.inputs.dims if "like" in op.name else op.inputs.concrete[:2])}
+    return any(str(one.shape) in begun for op in inside for one in op.inputs.tensors)
+
+
+def _of_one_size(op: Op, sizes: Collection[int]) -> bool:
     """Return whether all tensors that an op takes are of one of two sizes, and so is what it makes."""
     found = {math.prod(one.shape) for one in op.inputs.tensors if one.shape}
     return len(sizes) == 2 and len(found) == 1 and found < sizes and bool(KEEPS_ITS_SIZE(op.name))
