@@ -720,10 +720,10 @@ def court_summaries(change):
 
 
 PROGRAMS = {
-    photo_captions: {"bf16": "half_precision", "tf32": "tf32", "short_captions": "",
+    photo_captions: {"bf16": "half_precision", "tf32": "tf32", "short_captions": "trim_padding",
                      "fused_attention": "fused_attention",
                      "fused_adamw": "fused_optimizer"},
-    clause_reranker: {"bf16_model": "half_precision", "tf32": "tf32", "sorted_by_length": "",
+    clause_reranker: {"bf16_model": "half_precision", "tf32": "tf32", "sorted_by_length": "trim_padding",
                       "fused_attention": "fused_attention", "inference_mode": "no_autograd"},
     rainfall_chains: {"all_chains_together": "larger_batch", "graph": "cuda_graph", "no_checks": "remove_sync",
                       "compiled": "fuse_pointwise", "one_design_matrix": ""},

@@ -941,8 +941,8 @@ def cross_validation(change):
 PROGRAMS = {
     mmoe_recommender: {"sparse_gradients": "sparse_gradients", "one_table": "larger_batch", "tf32": "tf32",
                        "stacked_experts": "larger_batch", "auc_on_device": "python"},
-    conformer_ctc: {"bf16_autocast": "half_precision", "trim_padding": "", "tf32": "tf32", "sdpa": "fused_attention",
-                    "batched_features": "larger_batch"},
+    conformer_ctc: {"bf16_autocast": "half_precision", "trim_padding": "trim_padding", "tf32": "tf32",
+                    "sdpa": "fused_attention", "batched_features": "larger_batch"},
     prompt_completions: {"cuda_graph": "static_cache", "compile_decode": "fuse_pointwise", "late_tokens": "remove_sync",
                          "sdpa_gqa": "fused_attention", "fused_projections": ""},
     byol_images: {"augment_on_device": "data_loader", "two_workers": "data_loader", "bf16_autocast": "half_precision",

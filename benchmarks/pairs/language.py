@@ -451,7 +451,7 @@ PROGRAMS = {
                       "fused": "fused_optimizer", "compile": "fuse_pointwise", "whole_batch": "larger_batch"},
     checkpointed_llama: {"no_checkpointing": "no_recompute", "tf32": "tf32", "bf16": "half_precision",
                          "fused": "fused_optimizer"},
-    review_classifier: {"shorter_padding": "", "tf32": "tf32", "bf16": "half_precision",
+    review_classifier: {"shorter_padding": "trim_padding", "tf32": "tf32", "bf16": "half_precision",
                         "fused": "fused_optimizer", "compile": "fuse_pointwise"},
     sentence_embeddings: {"half": "half_precision", "inference_mode": "no_autograd", "batch_x2": ("double_batch", 2),
                           "compile": "fuse_pointwise"},

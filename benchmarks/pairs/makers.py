@@ -1203,7 +1203,7 @@ def gat_link_prediction(change):
 PROGRAMS = {
     pose_training: {"uint8_to_gpu": "data_loader", "metric_on_gpu": "python", "heatmaps_on_gpu": "data_loader",
                     "autocast_bf16": "half_precision", "channels_last": "channels_last"},
-    summarization_finetuning: {"autocast_bf16": "half_precision", "use_tf32": "tf32", "trim_padding": "",
+    summarization_finetuning: {"autocast_bf16": "half_precision", "use_tf32": "tf32", "trim_padding": "trim_padding",
                                "sdpa": "fused_attention", "fused_loss": ""},
     alphazero_selfplay: {"parallel_games": ("larger_batch", 8), "cache_evaluations": "", "cuda_graph": "cuda_graph",
                          "fold_batchnorm": "", "one_transfer": "remove_sync"},

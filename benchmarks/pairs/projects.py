@@ -1176,8 +1176,8 @@ PROGRAMS = {
                       "workers": "data_loader"},
     sage_nodes: {"vectorised": "data_loader", "gpu_sampling": "data_loader", "gpu_features": "cpu_tensors",
                  "workers": "data_loader", "dense_mean": ""},
-    clip_search: {"batched_search": "larger_batch", "trim_text": "", "half": "half_precision", "tf32": "tf32",
-                  "gpu_preprocess": "cpu_tensors"},
+    clip_search: {"batched_search": "larger_batch", "trim_text": "trim_padding", "half": "half_precision",
+                  "tf32": "tf32", "gpu_preprocess": "cpu_tensors"},
     # Two variants drop some of the waits, and no_waits drops all.
     ppo_pendulum: {"graph_update": "cuda_graph", "graph_rollout": "cuda_graph", "no_item": "", "no_validation": "",
                    "no_waits": "remove_sync", "fused": "fused_optimizer"},

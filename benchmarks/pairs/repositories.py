@@ -1161,7 +1161,7 @@ PROGRAMS = {
     tcn_forecast: {"windows_on_gpu": "data_loader", "loader_workers": "data_loader", "compile_model": "fuse_pointwise",
                    "bf16_autocast": "half_precision", "fused_adamw": "fused_optimizer"},
     embedding_search: {"topk_not_sort": "largest_first", "bf16_model": "half_precision", "tf32": "tf32",
-                       "sort_by_length": "", "corpus_normalized_once": ""},
+                       "sort_by_length": "trim_padding", "corpus_normalized_once": ""},
     retina_detection: {"nms_iou_matrix": "larger_batch", "nms_on_cpu": "", "cuda_graph_network": "cuda_graph",
                        "bf16_autocast": "half_precision", "anchors_cached": ""},
     vqvae_train: {"uint8_to_gpu": "python", "codes_by_index": "", "bf16_autocast": "half_precision",

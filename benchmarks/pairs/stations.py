@@ -1019,7 +1019,7 @@ PROGRAMS = {
                      "bf16_autocast": "half_precision", "cached_threshold": "", "big_batches": "larger_batch"},
     video_depth_tta: {"gpu_postprocess": "python", "gpu_preprocess": "python", "batch_flips": "larger_batch",
                       "bf16_autocast": "half_precision", "compile_model": "fuse_pointwise"},
-    protein_embeddings: {"sdpa": "fused_attention", "sort_by_length": "", "bf16_autocast": "half_precision",
+    protein_embeddings: {"sdpa": "fused_attention", "sort_by_length": "trim_padding", "bf16_autocast": "half_precision",
                          "tf32": "tf32", "pool_on_gpu": "remove_sync"},
     inpaint_guided: {"batch_cfg": "larger_batch", "graph_guided": "cuda_graph", "compile_unet": "fuse_pointwise",
                      "bf16_weights": "half_precision", "cache_text_kv": ""},

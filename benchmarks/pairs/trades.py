@@ -999,7 +999,7 @@ PROGRAMS = {
     field_pairs: {"one_table": "larger_batch", "pairs_at_once": "larger_batch", "workers": "data_loader",
                   "whole_batches": "", "sparse_gradients": "sparse_gradients"},
     lora_tuning: {"tf32": "tf32", "bf16": "half_precision", "sdpa": "fused_attention", "compile": "fuse_pointwise",
-                  "pad_to_longest": ""},
+                  "pad_to_longest": "trim_padding"},
     bent_plate: {"cuda_graph": "cuda_graph", "taylor_series": "", "laplace_twice": "", "tf32": "tf32"},
     few_examples: {"vmap_tasks": "larger_batch", "cuda_graph": "cuda_graph", "data_on_gpu": "",
                    "bf16": "half_precision"},

@@ -1,6 +1,8 @@
 """Changes after which less is read and written: sparse gradients, no sort of all values, no gradient for each index."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -13,7 +15,7 @@ from tracereader.trace import Op, Step
 from tracereader.trace.families import HEAVY
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, OPTIMIZER
-from tracereader.trace.op_names import ADDS
+from tracereader.trace.op_names import ADDS, SDPA, SOFTMAX
 from tracereader.two_runs.same_work import halved, same_heavy, same_products
 
 DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward")
@@ -21,6 +23,7 @@ DENSE_BACKWARD = ("aten::embedding_dense_backward", "aten::_embedding_bag_dense_
 ROWS_FOR_EACH = 50
 SORTS, LARGEST = "aten::sort", "aten::topk"
 LEAST_SORTED = 16_384  # values in a row
+HIDES = {SDPA, *ADDS, "aten::masked_fill", "aten::masked_fill_"}
 INDEX_BACKWARD = "aten::select_backward"
 MANY_PARTS = 4  # of one tensor that are taken by their indices
 
@@ -158,3 +161,57 @@ def _indexed(step: Step) -> list[tuple[Op, str]]:
         for _, node in some
         if any(op.name in ADDS for op in node.children)
     ]
+
+
+@change("pad each batch less", "nothing to half of the positions are padding, which the recording does not show")
+def trim_padding(case: Case) -> Proposal | None:
+    """Return a proposal to compute no positions that a mask of each sample hides in the whole batch."""
+    hidden = _hidden_positions(case.step)
+    if not hidden:
+        return None
+    updates = case.launched_in(OPTIMIZER)
+    gradients = [op.inputs.dims_at(0) for op in case.step.named(GIVES_GRADIENT.__eq__)]
+    shorter = {}
+    for work, one, op in case.activities:
+        shapes = [dims for dims in op.inputs.dims if dims not in gradients] if op is not None else []
+        times = max((_times_positions(dims, *sizes) for dims in shapes for sizes in hidden), default=0)
+        if times and id(work) not in updates:
+            shorter[work] = max(min(one.us, prices.LEAST_KERNEL_US), one.us / 2**times)
+    (samples, positions), _ = hidden.most_common(1)[0]
+    before = sum(one.us for work, one, _ in case.activities if work in shorter)
+    return Proposal(
+        case.graph,
+        f"in {counted(hidden.total(), 'call')} of attention, each of {samples:,} samples has a mask or bias of its "
+        f"own, which may hide some of its {positions:,} positions; kernels whose time depends on that number take "
+        f"{duration(before)}",
+        "if they hide padding: pad to the longest sample of a batch, and batch samples of similar lengths; the share "
+        "of padding is about what this saves",
+        assumed=True,
+        conditional=True,
+        most=with_durations(case.graph, case.in_all_steps(shorter)),
+    )
+
+
+def _hidden_positions(step: Step) -> Counter[tuple[int, int]]:
+    """Return the calls of self-attention with a mask of each sample, by their numbers of samples and positions."""
+    found, scored = Counter(), [op.inputs.dims_at(0) for op in step.named(SOFTMAX.__eq__)]
+    for op in step.named(HIDES.__contains__):
+        fused, inputs = op.name == SDPA, op.inputs
+        scores, mask = inputs.dims_at(0) or (), inputs.dims_at(3 if fused else 1) or ()
+        if not len(scores) == len(mask) == 4 or any(above.name in HIDES for above in op.above()):
+            continue
+        samples, _, queries, _ = scores
+        keys = (inputs.dims_at(1) or scores)[2] if fused else scores[3]
+        of_each = samples > 1 and mask[0] == samples and queries == keys == mask[3]
+        if of_each and (fused or (mask[1] == 1 and scores in scored)):
+            found[samples, queries] += 1
+    return found
+
+
+def _times_positions(shape: Sequence[int], samples: int, positions: int) -> int:
+    """Return how many of a tensor's sizes are a number of positions: two of the scores of attention."""
+    if samples * positions in shape or list(shape[:2]) == [positions, samples]:
+        return 1
+    if len(shape) < 2 or shape[0] % samples:
+        return 0
+    return min(list(shape[1:]).count(positions), 1 if shape[0] == samples and len(shape) == 3 else 2)
