@@ -61,7 +61,7 @@ MEANT = {
         ("Enable torch.compile to reduce kernel launch overhead", ("fuse_pointwise", "cuda_graph")),
         ("Use CUDA Graphs", ("cuda_graph",)),
         ("Fuse small operations", ("fuse_pointwise", "foreach")),
-        ("Bucket or pad inputs", ("shorter_padding",)),
+        ("Bucket or pad inputs", ("trim_padding",)),
         ("Reduce dynamic shape overhead", ()),
         ("Reduce batch size or sequence length", ()),
         ("Enable gradient checkpointing", ()),
