@@ -1,4 +1,4 @@
-"""Changes after which less is read and written: sparse gradients, no sort of all values, no gradient for each index."""
+"""Changes after which less is computed: sparse gradients, no sort of all values, one gradient for indices, padding."""
 
 import math
 from collections import Counter
@@ -170,10 +170,10 @@ def trim_padding(case: Case) -> Proposal | None:
     if not hidden:
         return None
     updates = case.launched_in(OPTIMIZER)
-    gradients = [op.inputs.dims_at(0) for op in case.step.named(GIVES_GRADIENT.__eq__)]
+    gradients = {str(op.inputs.dims_at(0)) for op in case.step.named(GIVES_GRADIENT.__eq__)}
     shorter = {}
     for work, one, op in case.activities:
-        shapes = [dims for dims in op.inputs.dims if dims not in gradients] if op is not None else []
+        shapes = [dims for dims in op.inputs.dims if str(dims) not in gradients] if op is not None else []
         times = max((_times_positions(dims, *sizes) for dims in shapes for sizes in hidden), default=0)
         if times and id(work) not in updates:
             shorter[work] = max(min(one.us, prices.LEAST_KERNEL_US), one.us / 2**times)
@@ -194,7 +194,7 @@ def trim_padding(case: Case) -> Proposal | None:
 
 def _hidden_positions(step: Step) -> Counter[tuple[int, int]]:
     """Return the calls of self-attention with a mask of each sample, by their numbers of samples and positions."""
-    found, scored = Counter(), [op.inputs.dims_at(0) for op in step.named(SOFTMAX.__eq__)]
+    found, scored = Counter(), {str(op.inputs.dims_at(0)) for op in step.named(SOFTMAX.__eq__)}
     for op in step.named(HIDES.__contains__):
         fused, inputs = op.name == SDPA, op.inputs
         scores, mask = inputs.dims_at(0) or (), inputs.dims_at(3 if fused else 1) or ()
@@ -203,7 +203,7 @@ def _hidden_positions(step: Step) -> Counter[tuple[int, int]]:
         samples, _, queries, _ = scores
         keys = (inputs.dims_at(1) or scores)[2] if fused else scores[3]
         of_each = samples > 1 and mask[0] == samples and queries == keys == mask[3]
-        if of_each and (fused or (mask[1] == 1 and scores in scored)):
+        if of_each and (fused or (mask[1] == 1 and str(scores) in scored)):
             found[samples, queries] += 1
     return found
 
