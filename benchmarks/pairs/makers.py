@@ -6,13 +6,9 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from setting import compiled, device, endless, graphed, graphed_training, size, use_tf32
+from setting import bf16, compiled, device, endless, graphed, graphed_training, size, use_tf32
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-
-def autocast(enabled):
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 def started(dataset, batch_size, workers, pin=False, shuffle=True):
@@ -185,7 +181,7 @@ def pose_training(change):
             target = draw(target, visible)
         if change == "channels_last":
             image = image.contiguous(memory_format=torch.channels_last)
-        with autocast(change == "autocast_bf16"):
+        with bf16(change == "autocast_bf16"):
             output = model(image)
         output = output.float()
         loss = 0.0
@@ -331,7 +327,7 @@ def summarization_finetuning(change):
 
     def step():
         data = {name: value.to(device) for name, value in next(batches).items()}
-        with autocast(change == "autocast_bf16"):
+        with bf16(change == "autocast_bf16"):
             logits = model(data["source"], data["source_mask"], data["target"])
         if change == "fused_loss":
             loss = F.cross_entropy(logits.float().flatten(0, 1), data["labels"].flatten(), label_smoothing=0.1)
@@ -680,7 +676,7 @@ def fastspeech_training(change):
     def step():
         text, durations, pitch, energy, mel, mel_padding = (t.to(device) for t in next(batches))
         text_padding = text == 0
-        with autocast(change == "autocast_bf16"):
+        with bf16(change == "autocast_bf16"):
             outputs = model(text, text_padding, durations, pitch, energy, mel_padding)
         before, after, log_duration, pitch_out, energy_out = (t.float() for t in outputs)
         losses = {
@@ -804,15 +800,15 @@ class MeanScaleHyperprior(nn.Module):
         self.prior = FactorizedPrior(n)
 
     def forward(self, x):
-        with autocast(self.half):
+        with bf16(self.half):
             y = self.analysis(x)
             z = self.hyper_analysis(y)
         y, z = y.float(), z.float()
         z_noisy = z + (torch.rand_like(z) - 0.5)
-        with autocast(self.half):
+        with bf16(self.half):
             scale, mean = self.hyper_synthesis(z_noisy).float().chunk(2, 1)
         y_noisy = y + (torch.rand_like(y) - 0.5)
-        with autocast(self.half):
+        with bf16(self.half):
             decoded = self.synthesis(y_noisy)
         return decoded.float(), gaussian_likelihood(y_noisy, scale, mean), self.prior(z_noisy)
 

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from setting import TINY, compiled, device, endless, graphed, graphed_training, size, use_tf32
+from setting import TINY, bf16, compiled, device, endless, graphed, graphed_training, size, use_tf32
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -21,11 +21,6 @@ def loader_of(dataset, batch_size, workers, seed=0, **options):
     return DataLoader(
         dataset, batch_size, shuffle=True, drop_last=True, num_workers=workers, generator=order, **options
     )
-
-
-def autocast(change):
-    """Return bf16 autocast, which does nothing unless the change asks for it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=change == "bf16")
 
 
 # ---------------------------------------------------------------------------------------------- LLM, shared parts
@@ -633,7 +628,7 @@ def yolo_train(change):
             images = (images.float() / 255.0 - mean) / std
         if change == "channels_last":
             images = images.to(memory_format=torch.channels_last)
-        with autocast(change):
+        with bf16(change == "bf16"):
             outputs = forward(images)
         loss, parts = compute_loss(outputs, targets)
         optimizer.zero_grad()
@@ -796,7 +791,7 @@ def ddpm_train(change):
             noisy = extract(root, t, x.shape) * x + extract(root_rest, t, x.shape) * noise
         if change == "channels_last":
             noisy = noisy.contiguous(memory_format=torch.channels_last)
-        with autocast(change):
+        with bf16(change == "bf16"):
             predicted = model(noisy, t)
         loss = F.mse_loss(predicted.float(), noise)
         optimizer.zero_grad()
@@ -1088,7 +1083,7 @@ def pointnet2_train(change):
         else:
             geometry = sample(xyz)
         optimizer.zero_grad()
-        with autocast(change):
+        with bf16(change == "bf16"):
             output = forward(xyz, geometry)
         loss = F.nll_loss(output.float(), label)
         loss.backward()
@@ -1242,7 +1237,7 @@ def separation_train(change):
     run_masker = compiled(masker) if change == "compile" else masker
 
     def masks(magnitude):
-        with autocast(change):
+        with bf16(change == "bf16"):
             return run_masker(magnitude)
 
     def train(mixture, sources):
@@ -1363,7 +1358,7 @@ def mc_dropout_table(change):
 
     @torch.no_grad()
     def predict(numbers, categories):
-        with autocast(change):
+        with bf16(change == "bf16"):
             return model(numbers, categories).float().softmax(-1)
 
     if change == "graph":

@@ -7,18 +7,13 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from setting import TINY, compiled, device, endless, graphed, size, use_tf32
+from setting import TINY, bf16, compiled, device, endless, graphed, size, use_tf32
 from torch import nn
 from torch.distributions import Normal
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Dataset
 
 ON_CUDA = device.type == "cuda"
-
-
-def bf16(enabled):
-    """Return an autocast context of the device, which does nothing unless enabled."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

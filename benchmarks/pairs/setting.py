@@ -14,6 +14,11 @@ def size(usual: int, tiny: int) -> int:
     return tiny if TINY else usual
 
 
+def bf16(enabled: bool):
+    """Return autocast to bfloat16 on the device, which does nothing unless enabled."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
 def compiled(model, **options):
     """Return torch.compile(model). A short test only traces it, because generating code takes long on a CPU."""
     return torch.compile(model, backend="aot_eager") if TINY else torch.compile(model, **options)

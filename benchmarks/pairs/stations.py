@@ -1,23 +1,14 @@
 """Programs of stations: sensors, video depth, proteins, inpainting, slides, words and persons."""
 
-import contextlib
 import itertools
 import math
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from setting import TINY, compiled, device, endless, graphed, graphed_training, size, use_tf32
+from setting import TINY, bf16, compiled, device, endless, graphed, graphed_training, size, use_tf32
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-
-def bf16(on, cache=True):
-    """Autocast to bfloat16 if `on`, else nothing."""
-    if not on:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cache)
-
 
 # ---- 1. Anomaly detection on sensors ------------------------------------------------------------------------------
 
