@@ -57,6 +57,8 @@ def _table(out: Console, one: InsideKernel, view: View) -> None:
              f"all work, {whole.name}", "share")  # fmt: skip
     print_columns(out, heads, rows, section="inside")
     launch = " and launch" * (one.launches > 1)
-    sums_are = f"the sums of one block{launch}, mean over the recorded blocks. share: of the recorded time."
-    medians_are = "times: over all recorded blocks. wait, work: the median of one time."
-    paragraph(out, f"{medians_are} all waits, all work: {sums_are}")
+    paragraph(
+        out,
+        "times: over all recorded blocks. wait, work: the median of one time. all waits, all work: the sums of one "
+        f"block{launch}, mean over the recorded blocks. share: of the recorded time.",
+    )
