@@ -75,7 +75,8 @@ IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
 LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(r"aten::\w*(lstm|gru|rnn)").match
-USES = re.compile(r"aten::\w*(conv|linear|pool|upsample)").match
+# What uses a tensor of its own call before that is joined with a newer one.
+LAYER_OR_POOL = re.compile(r"aten::\w*(conv|linear|pool|upsample)").match
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
 NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bucketize|where|copy_|masked\w+)$").match
@@ -87,6 +88,7 @@ IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
 GATES = ("aten::tanh", "aten::sigmoid")
+# What may run between two calls of a model: it makes a tensor of the size that it takes.
 KEEPS_ITS_SIZE = re.compile(r"aten::(flip|roll|\w*softmax|sigmoid|add|sub|mul|div|clamp|exp)_?$").match
 
 
@@ -572,8 +574,8 @@ def _apart(
         else:
             made = any(_computes(step, op) and not _of_one_size(op, two_sizes) for op in between)
             # A part of a result may have the input's size.
-            parts = [one for op in between if op.name in SLICES for one in op.inputs.tensors[:1]]
-            made |= any(math.prod(one.shape) == math.prod(dims) for one in parts for dims in made_now)
+            sliced = [one for op in between if op.name in SLICES for one in op.inputs.tensors[:1]]
+            made |= any(math.prod(one.shape) == math.prod(dims) for one in sliced for dims in made_now)
         if made or bisect.bisect(begins, one.end) < bisect.bisect(begins, two.start):
             cuts.append(place)
     for begin, end in pairwise([*cuts, len(run)]):
@@ -601,7 +603,7 @@ def _taken(ops: Sequence[Op], size: Callable) -> tuple[set, bool]:
         joined = [size(one) for one in _shapes(op.inputs.recorded[:1])[1:]]
         hides |= op.name in JOINS and (not joined or sum(one not in used for one in joined) > 1)
         taken |= {*sizes, *joined}
-        used |= {*sizes} if USES(op.name) else set()
+        used |= {*sizes} if LAYER_OR_POOL(op.name) else set()
     return taken, hides
 
 

@@ -177,19 +177,24 @@ def trim_padding(case: Case) -> Proposal | None:
         times = max((_times_positions(dims, *sizes) for dims in shapes for sizes in hidden), default=0)
         if times and id(work) not in updates:
             shorter[work] = max(min(one.us, prices.LEAST_KERNEL_US), one.us / 2**times)
-    (samples, positions), _ = hidden.most_common(1)[0]
+    samples, positions = (_from_to(numbers) for numbers in zip(*hidden, strict=True))
     before = sum(one.us for work, one, _ in case.activities if work in shorter)
     return Proposal(
         case.graph,
-        f"in {counted(hidden.total(), 'call')} of attention, each of {samples:,} samples has a mask or bias of its "
-        f"own, which may hide some of its {positions:,} positions; kernels whose time depends on that number take "
-        f"{duration(before)}",
+        f"in {counted(hidden.total(), 'call')} of attention, each of a batch's {samples} samples has a mask or bias of "
+        f"its own, which may hide some of its {positions} positions; kernels whose time depends on that number take "
+        f"{duration(before)}; the estimate goes from no padding to half of the positions",
         "if they hide padding: pad to the longest sample of a batch, and batch samples of similar lengths; the share "
         "of padding is about what this saves",
         assumed=True,
         conditional=True,
         most=with_durations(case.graph, case.in_all_steps(shorter)),
     )
+
+
+def _from_to(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _hidden_positions(step: Step) -> Counter[tuple[int, int]]:
