@@ -149,6 +149,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     replayed_us: float = 0.0  # the step's time in the replay of the unchanged graph
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
     gone: Mapping[tuple, Intervals] = {}  # by track, the CPU time that changes have removed
+    of_recording: Mapping[int, int] = {}  # by node, the part of its lag that only recording a CUDA graph takes
 
     @cached_property
     def launched(self) -> tuple[dict[int, int], dict[int, int]]:
