@@ -209,7 +209,9 @@ def test_a_sort_of_long_rows_is_proposed_to_be_topk(program, measured):
     }  # fmt: skip
     one = priced_changes(base(program))["largest_first"]
     assert f"rows of {values:,} values" in one.evidence
-    assert one.share == pytest.approx(measured, abs=0.11)
+    # The GPU limits these measured steps, which does not show how much CPU time they need, so that savings are ranges.
+    low, high = one.estimated_savings
+    assert low <= measured <= high + 0.03 and high - low < 0.35
 
 
 def test_topk_is_not_proposed_where_the_launches_limit_the_step():

@@ -16,12 +16,13 @@ from tracereader.figures.steps import ids_inside, labels
 from tracereader.figures.uncompiled_flex import uncompiled_flex
 from tracereader.findings import recording
 from tracereader.replay import Graph
-from tracereader.replay.changes import fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
+from tracereader.replay.changes import cpu_factor, fused, launching_only, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import T, grouped
 from tracereader.trace.labels import INDUCTORS_CALL
 from tracereader.trace.op_names import SOFTMAX
 
+GPU_VARIES = 0.01  # the CPU does not limit a step that takes at most this share longer than the GPU's work
 ROUGHLY = 0.03  # the ends of the estimate without the profiler are replayed to within this share
 # Replayed with hardly any CPU time, 53 of 59 measured steps that the GPU limits took at most this share less.
 ON_THE_GPU = 0.08
@@ -101,12 +102,21 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         known, limit = self._measured, recording.limit_without(self.summary)
         if known is None or limit == "overhead" or not (limit or self._hides_cpu_time):
             return known
-        middle = min(known.factor, sum(recording.cpu_shares(self.summary, self.graph.cpu_us)) / 2)
+        middle = min(self._most_share, sum(recording.cpu_shares(self.summary, self.graph.cpu_us)) / 2)
         return msgspec.structs.replace(self._measured_with(middle), is_middle=True)
 
     @cached_property
     def _measured(self) -> Unprofiled | None:
         return Unprofiled.of(self.graph, self.summary.unprofiled_step_us)
+
+    @cached_property
+    def _most_share(self) -> float:
+        """Return the most of the recorded CPU time that the measured step may need.
+
+        A measured step that takes as long as the recorded GPU work alone, or less, does not show it.
+        """
+        least_us = (1 + GPU_VARIES) * step_us_at(self.graph, 0.0)
+        return cpu_factor(self.graph, max(self._measured.step_us, least_us))
 
     @property
     def _hides_cpu_time(self) -> bool:
@@ -133,7 +143,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
             return ()
         least, most = recording.cpu_shares(self.summary, self.graph.cpu_us)
         if limit or self._hides_cpu_time:
-            return tuple(self._measured_with(min(share, known.factor)) for share in (least, most))
+            return tuple(self._measured_with(min(share, self._most_share)) for share in (least, most))
         if known.factor and known.scale * step_us_at(self.graph, least) > (1 + ROUGHLY) * known.step_us:
             return ()  # the CPU needs less than the least of the estimate
         most = min(most, known.step_us / self.graph.cpu_us)
