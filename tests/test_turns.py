@@ -28,7 +28,9 @@ from tracereader.trace import read
 
 
 def promised(one):
-    return sum(one.estimated_savings) / 2 if one.estimated_savings else one.share
+    low, high = one.estimated_savings
+    assert low <= one.share <= high
+    return one.share
 
 
 SDPA = "aten::scaled_dot_product_attention"

@@ -84,6 +84,8 @@ NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bu
 POOLS = re.compile(r"aten::(sum|mean|mul|div|ne|clamp|arange)$").match
 TO_FLOATS = [("aten::to", [number]) for number in ("5", "6", "7", "15")]
 FEW = 3  # such as the texts of a triplet. More calls may be steps that pass a state on
+POOLING = ("aten::mean", "aten::sum", "aten::amax", "aten::amin")
+WHOLE_NUMBERS = re.compile(r"-?\d+", re.ASCII).findall
 IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # A loop over time takes parts, too, and each pass needs the one before it: cells, and the functions of their gates.
 CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fullmatch
@@ -200,7 +202,8 @@ def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     graph = without_work(without_cpu_time(case.graph, spans), gone)
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
-    return _proposed(with_durations(graph, case.in_all_steps(us)), typical, how + on_cpu, idle)
+    at_once = with_durations(graph, case.in_all_steps(us))
+    return msgspec.structs.replace(_proposed(at_once, typical, how + on_cpu, idle), error=prices.ONE_PASS_ERROR)
 
 
 def _on_the_cpu(work: Sequence[Work]) -> str:
@@ -558,9 +561,10 @@ def _apart(
     of_numbers, cuts = "int" in data[0].type, [0]
     viewed = any(op.name in VIEWS for (_, end), (begin, _) in pairwise(places) for op in ops[end:begin])
     size = math.prod if viewed and not of_numbers else tuple  # a view has the size of a result
+    of_samples = data[0].shape[0] > 1 and not any(map(_makes_one_of_all, inside))
     # What takes one tensor after the last layer is a function of the result.
     inside = [op for op in inside if op.start <= last.start or len(op.inputs.tensors) != 1]
-    taken, hides = _taken(inside, size)
+    taken, hides = _taken(inside, size, of_samples)
     hides |= of_numbers and any(PICKS(op.name) for op in inside)
     channels = data[0].shape[1 if len(layer[1].shape) > 2 else -1]
     is_new = not hides and (of_numbers or layer[1].shape[0] != channels) and not _begins_with_zeros(ops, run[0], inside)
@@ -592,19 +596,39 @@ def _apart(
             yield calls, OWN_INDICES if of_numbers else AGAIN
 
 
-def _taken(ops: Sequence[Op], size: Callable) -> tuple[set, bool]:
+def _taken(ops: Sequence[Op], size: Callable, of_samples: bool) -> tuple[set, bool]:
     """Return the sizes of the tensors that a call's ops take, and whether those in lists may be of another call.
 
     Layers have used a call's own tensors before, all but the one that was just made. They have used no state.
+    of_samples: whether a call has several samples and makes none of them, so that a tensor of one is a weight, as a
+    class token is before it is expanded.
     """
-    taken, used, hides = set(), set(), False
+    taken, used, hides, expanded = set(), set(), False, Counter()
     for op in ops:
-        sizes = [size(one.shape) for one in op.inputs.tensors]
-        joined = [size(one) for one in _shapes(op.inputs.recorded[:1])[1:]]
-        hides |= op.name in JOINS and (not joined or sum(one not in used for one in joined) > 1)
-        taken |= {*sizes, *joined}
-        used |= {*sizes} if LAYER_OR_POOL(op.name) else set()
+        joined = _shapes(op.inputs.recorded[:1])[1:]
+        unused = Counter(str(dims) for dims in joined if size(dims) not in used) - expanded
+        weights = of_samples and all(dims[:1] == [1] for dims in joined)
+        hides |= op.name in JOINS and (not joined or (unused.total() > 1 and not weights))
+        if of_samples and op.name == "aten::expand":
+            expanded.update(_expanded(op))
+        sizes = {size(one.shape) for one in op.inputs.tensors}
+        taken |= sizes | {*map(size, joined)}
+        used |= sizes if LAYER_OR_POOL(op.name) else set()
     return taken, hides
+
+
+def _makes_one_of_all(op: Op) -> bool:
+    """Return whether an op makes one sample of several, as a mean over them or as one of them."""
+    along = op.inputs.concrete[1:2]
+    return (op.name in POOLING and along == ["[0]"]) or (op.name in TAKES_A_PART and along == ["0"])
+
+
+def _expanded(op: Op) -> Iterator[str]:
+    """Yield the shape to which aten::expand repeats a tensor of one sample."""
+    dims = op.inputs.dims_at(0) or []
+    wanted = [int(one) for text in op.inputs.concrete[1:2] for one in WHOLE_NUMBERS(text)]
+    if dims[:1] == [1] and len(wanted) == len(dims):
+        yield str([one if one >= 0 else dim for one, dim in zip(wanted, dims, strict=True)])
 
 
 def _begins_with_zeros(ops: Sequence[Op], call: Op, inside: Sequence[Op]) -> bool:

@@ -93,7 +93,8 @@ class Proposal(msgspec.Struct, frozen=True):
     the change's. shared: the number of today's batches that the changed step serves; its time is given for one batch.
     unrecorded: whether the change removes CPU time in which nothing is recorded, which the profiler makes no longer.
     least_us: a time that the step takes at least after the change. conditional: whether the trace does not show that
-    the program can make the change. most: the graph if the change saves as much as the trace leaves possible.
+    the program can make the change. most: the graph if the change saves as much as the trace leaves possible. error: of
+    the step after the change, as a share of it, where the step depends on how the program is written then.
     """
 
     graph: Graph
@@ -106,6 +107,7 @@ class Proposal(msgspec.Struct, frozen=True):
     least_us: float = 0.0
     conditional: bool = False
     most: Graph | None = None
+    error: float = 0.0
 
 
 def priced(
@@ -126,7 +128,7 @@ def priced(
     """
     if proposal is None:
         return None
-    before, graph = proposal.graph.recorded_us, proposal.graph
+    before, graph, error = proposal.graph.recorded_us, proposal.graph, max(error, proposal.error)
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
     after = max(before * (graph.step_us() / graph.replayed_us) / proposal.shared, proposal.least_us)
     if after > before and not (unprofiled or gpu_bound):
