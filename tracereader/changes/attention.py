@@ -458,8 +458,7 @@ def _large_attentions(case: Case, step: Step) -> Iterator[tuple[Op, list[Op], Op
     """
     least = LEAST_KEYS_IN_TRAINING if case.trace.trains else LEAST_KEYS
     for first, between, last in on_the_cpu(step):
-        drops = any(op.name in DROPS for op in between)
-        if _keys(first) >= least and not drops and id(first) not in case.in_flex:
+        if _keys(first) >= least and not any(op.name in DROPS for op in between) and id(first) not in case.in_flex:
             yield first, [op for op in between if op.end <= last.start], last
 
 

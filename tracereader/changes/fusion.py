@@ -230,8 +230,7 @@ def _with_compiled_calls(
     spans, added = [], [(work.launch.track, work.launch.start, us) for work, us in of_model.items()]
     for step in case.steps:
         spans += _between_calls(step, of_model, of_compiled)
-        gradients = step.named(ACCUMULATES.__eq__)
-        added += [(op.track, op.start, prices.AROUND * case.launch_us) for op in gradients]
+        added += [(op.track, op.start, prices.AROUND * case.launch_us) for op in step.named(ACCUMULATES.__eq__)]
     return with_cpu_time(without_cpu_time(fused(case.graph, case.groups_in_all_steps(chains)), spans), added)
 
 
@@ -391,8 +390,7 @@ def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> 
     times = [one.us for _, one, _ in chain]
     memory = max(times)
     # A product's own kernel that adds up its parts is beside the chain.
-    reduces = any(one.family in ("reduction", "normalization") and "splitK" not in one.name for _, one, _ in chain)
-    if not reduces:
+    if not any(one.family in ("reduction", "normalization") and "splitK" not in one.name for _, one, _ in chain):
         memory = max([_well_moved_us(one, op, peaks) for _, one, op in chain])
     if not isinstance(elements, int) or peaks is None:
         return memory

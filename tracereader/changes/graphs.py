@@ -413,8 +413,7 @@ def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence
         return []
     last = max(op.end for op in waits)
     nodes = [node for node in backward_nodes(step) if node.start < last]
-    forwards = [start for node in nodes for _, start in forwards_of(case.trace, node)]
-    first = min([op.start for op in waits] + forwards)
+    first = min([op.start for op in waits] + [start for node in nodes for _, start in forwards_of(case.trace, node)])
     launched = (one for one in step.work if one.launch is not None and first <= one.launch.start <= last)
     of_the_loss, found, launches = {id(one): one for one in launched}, [], 0
     for run in runs:
@@ -540,8 +539,7 @@ def _beside_the_model(case: Case, step: Step) -> list[Op]:
 
 
 def _launch_many(ops: Sequence[Op]) -> bool:
-    work = (one for op in ops for one in op.work_below())
-    return next(islice(work, MANY_LAUNCHES - 1, None), None) is not None
+    return next(islice((one for op in ops for one in op.work_below()), MANY_LAUNCHES - 1, None), None) is not None
 
 
 def can_be_captured(case: Case) -> bool:
@@ -621,8 +619,7 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
     if not all(ways.values()) or any(map(case.graph.is_gone, waits)):
         return None
     copies = filter(None, (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, *COPYING))) for op in waits))
-    graph = without_ops(without_waits(case.graph, waits), copies)
-    found = proposed(Case(case.trace, case.summary, graph))
+    found = proposed(Case(case.trace, case.summary, without_ops(without_waits(case.graph, waits), copies)))
     if found is None:
         return None
     first = listed(dict.fromkeys(ways.values()))

@@ -103,5 +103,4 @@ def _parameters_with_gradients(step: Step) -> int:
     passes add to these.
     """
     given = list(step.named(GIVES_GRADIENT.__eq__))
-    new = [op for op in given if not any(below.name.startswith("aten::add") for below in op.children)]
-    return len(new or given)
+    return len([op for op in given if not any(below.name.startswith("aten::add") for below in op.children)] or given)

@@ -285,8 +285,7 @@ def _as_slow(case: RankCase, slow: RankFigures) -> float:
     """Return how many times as long the replayed rank's CPU takes if it is as slow as that of another rank.
 
     CPUs differ from recording to recording: in six of eleven jobs of two equal ranks, one rank's took 1.1 to 1.5 times
-    as long. Of two ranks, the late one may be slow by this chance. Of several, the median of the others is the usual
-    CPU.
+    as long. Of two ranks, the late one may be slow by this chance. Of several, the others' median is the usual CPU.
     """
     others = [one for one in case.summary.ranks if one is not slow]
     times = [one.between_launches_us or 0.0 for one in (others if len(others) > 1 else [slow])]

@@ -147,7 +147,6 @@ def _covering(labels: Iterable[Op], start: int, end: int) -> str:
 
 def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:
     """Return the Python functions with most of the time in these spans, without their files; none without stacks."""
-    by_track = grouped((track, (start, end)) for track, start, end in spans)
-    in_files = python_in(case.trace.frames, by_track)
+    in_files = python_in(case.trace.frames, grouped((track, (start, end)) for track, start, end in spans))
     ns = totals((name.rpartition("): ")[2], time) for name, time in in_files.items())
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]

@@ -129,8 +129,7 @@ def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:
     """Return the calls of cuDNN's attention in these steps that build a plan, and the others, by the op's name.
 
     Only the time outside of CUDA calls decides, because a launch call may wait for room in the launch queue. A call
-    with the same recorded inputs as an earlier one of its thread has its plan. Ops without a call that builds a plan
-    are left out.
+    with the same recorded inputs as an earlier one of its thread has its plan. Ops that build no plan are left out.
     """
     found: dict[str, tuple[list[Op], list[Op]]] = {}
     planned = set()  # by thread, as cuDNN's plans are in torch

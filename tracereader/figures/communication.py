@@ -88,8 +88,7 @@ def communication(
     if parts is None or not parts.communication or end <= start:
         return None
     done = list(_on_cpu(steps, calls) if on_cpu else _on_gpu(steps, calls, parts.device))
-    sizes = [one.size for one in done if one.size is not None]
-    ranks = max([calls.rank.world_size, *sizes]) or None
+    ranks = max([calls.rank.world_size, *[one.size for one in done if one.size is not None]]) or None
     here = len({one.device for one in by_device if one.communication}) or 1
     exposed = Lengths(parts.exposed_communication)
     whole = (end - start) / 1e3

@@ -16,8 +16,7 @@ from tracereader.trace.grouped import grouped
 class Call(msgspec.Struct, frozen=True):
     """One line of the step's call tree, parents first.
 
-    launched: the names of the GPU activities that this call launched. reaches_gpu: whether this call or one below it
-    launched any.
+    launched: the names of the GPU activities that this call launched. reaches_gpu: whether it or a call below did.
     """
 
     name: str

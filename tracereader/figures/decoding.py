@@ -39,8 +39,7 @@ class Decoding(msgspec.Struct, frozen=True):
     the GPU is mostly idle.
     read_us: the time to read weights and cache once at gb_s. measured: whether the run measured gb_s itself; it is the
     data sheet's value otherwise.
-    multiply_us: the time of the products with the weights: `flops` at `tflops`, the data sheet's peak for the run's
-    type.
+    multiply_us: the time of the weights' products: `flops` at `tflops`, the data sheet's peak for the run's type.
     """
 
     facts: ModelFacts
@@ -164,8 +163,7 @@ def _cast_below(op: Op) -> list[Work]:
     types = [copy.inputs.types for child, copy in below if (child.name, copy.name) == ("aten::_to_copy", "aten::copy_")]
     if not types or any(len(some) < 2 or some[0] == some[1] for some in types):
         return []
-    sources = [dtype_of(some[1]) for some in types]
-    if any(source is not None and source.name not in FLOATS for source in sources):
+    if any(source is not None and source.name not in FLOATS for source in [dtype_of(some[1]) for some in types]):
         return []
     launches = [call for _, copy in below for call in copy.children if call.kind == "runtime"]
     return [one for call in launches for one in call.work if one.kind == "kernel"]

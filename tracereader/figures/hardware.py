@@ -1,8 +1,7 @@
 """Peak rates of devices by their data sheets: dense rates, without sparsity.
 
 Sources: NVIDIA's data sheets and architecture papers (V100, T4, A100, A10, L4, L40S, H100, H200, B200, GeForce Ada and
-Blackwell), AMD's data sheets of the Instinct MI210, MI250, MI250X, MI300X and MI325X, as of 2026. An unknown device has
-no peaks.
+Blackwell), AMD's of the Instinct MI210, MI250, MI250X, MI300X and MI325X, as of 2026. An unknown device has no peaks.
 """
 
 import re

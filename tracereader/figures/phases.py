@@ -55,8 +55,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     if not spans or (len(labels) > 1 and not all(map(is_torchs_own, labels))):
         return ()
     cpu = {name: length(some) / 1e3 for name, some in spans.items() if some}
-    covered = union(span for some in spans.values() for span in some)
-    cpu[OUTSIDE_PHASES] = step.us - length(covered) / 1e3
+    cpu[OUTSIDE_PHASES] = step.us - length(union(span for some in spans.values() for span in some)) / 1e3
     gpu = grouped((name, one.dur) for one, name in zip(step.work, _launched_in(step, spans), strict=True))
     return tuple(Place(name, us, sum(gpu[name]) / 1e3, len(gpu[name])) for name, us in cpu.items())
 
@@ -127,9 +126,8 @@ def nodes_by_forward(trace: Trace, step: Step) -> list[tuple[int, Op]]:
 def backward_begins(trace: Trace, step: Step) -> list[Op]:
     """Return the first node of each backward pass of a step.
 
-    The program's thread runs an op between two passes, at least the one that makes the gradient of a loss. If
-    autograd's events tie no backward to a forward, only one node is returned, because they show which threads are the
-    program's.
+    The program's thread runs an op between two passes, at least the one that makes a loss's gradient. If autograd's
+    events tie no backward to a forward, only one node is returned, because they show which threads are the program's.
     """
     if not _is_tied(trace, step):
         return sorted(backward_nodes(step), key=lambda op: op.start)[:1]

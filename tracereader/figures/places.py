@@ -55,8 +55,7 @@ def phases(step: Step) -> list[Op]:
     Only the thread that runs the steps counts, if the trace shows it, because annotations of several threads overlap.
     """
     mark = next((root for root in step.roots if root.name == step.name), None)
-    ops = [root for root in step.roots if mark is None or root.track == mark.track]
-    outermost = labels = _outermost_labels(ops)
+    outermost = labels = _outermost_labels([root for root in step.roots if mark is None or root.track == mark.track])
     while len({label.name for label in labels}) == 1:
         labels = _outermost_labels([child for label in labels for child in label.children])
     return sorted(labels or outermost, key=start_of)

@@ -348,8 +348,7 @@ OUTSIDE_ANNOTATIONS = "outside the annotations"
 
 def summed(name: str, some: Sequence[Times]) -> Times:
     """Return the sum of some times, under this name."""
-    fields = Times.__struct_fields__[1:]
-    return Times(name, **{field: sum(getattr(one, field) for one in some) for field in fields})
+    return Times(name, **{field: sum(getattr(one, field) for one in some) for field in Times.__struct_fields__[1:]})
 
 
 class Calls:

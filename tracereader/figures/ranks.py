@@ -373,8 +373,7 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     by_rank = {one.rank: one for one in ranks}
     found, unmatched = [], 0
     for name, parts in groups.items():
-        some = next(iter(parts))
-        group = next(one for one in by_rank[some].groups if one.name == name)
+        group = next(one for one in by_rank[next(iter(parts))].groups if one.name == name)
         members = tuple(rank for rank in group.members if rank in by_rank) or tuple(sorted(parts))
         if len(members) < 2:
             continue  # the other ranks of the group were not read, and the report already says so
@@ -481,8 +480,7 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
     if spread and _high(spread) > FAR_APART and all(one.on_gpu for one in ranks):
         # Ranks with one host's name may be in containers of one name, or their profilers' clocks may differ.
         for name in set(host.values()):
-            mine = _without(common, {rank for rank, its in host.items() if its != name})
-            if _of_two_clocks(mine, True):
+            if _of_two_clocks(_without(common, {rank for rank, its in host.items() if its != name}), True):
                 host |= {rank: f"rank {rank}'s" for rank, its in host.items() if its == name}
         ahead, by_messages, spread = _aligned(host, together, sent)
     shift = {rank: ahead.get(name, 0) for rank, name in host.items()}

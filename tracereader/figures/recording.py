@@ -60,8 +60,7 @@ def _cold_us(trace: Trace, usual: Step) -> dict[str, float]:
     """Return the typical step's cold time by kind, the longest first; the sum may exceed that of one thread."""
     if not length(cold_spans(trace, usual)):
         return {}
-    cold = totals((one.what, (one.end - one.start) / 1e3) for one in trace.quality.cold_in(usual))
-    return dict(cold.most_common())
+    return dict(totals((one.what, (one.end - one.start) / 1e3) for one in trace.quality.cold_in(usual)).most_common())
 
 
 def _around(trace: Trace) -> tuple[int, int]:

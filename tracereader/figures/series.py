@@ -15,9 +15,8 @@ from tracereader.trace.grouped import totals
 class Series(msgspec.Struct, frozen=True):
     """us: the time in each step that has the activity, in order. steps: the names of these steps.
 
-    nth: the number among the activities of this name in a step. other_calls: the number of steps that call an op
-    another number of times, which are excluded. ramp: the median of the last quarter over that of the first; None with
-    fewer than eight steps.
+    nth: the number among the activities of this name in a step. other_calls: how many steps, which are excluded, call
+    an op more or less often. ramp: the last quarter's median over the first's; None with fewer than eight steps.
     """
 
     name: str

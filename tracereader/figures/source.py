@@ -90,8 +90,7 @@ def _outside_us(trace: Trace) -> float:
     """
     slices = [op for op in trace.outside if op.kind != "runtime"]
     before = max([trace.steps[0].start - op.start for op in slices], default=0)
-    after = max([op.end - trace.steps[-1].end for op in slices], default=0)
-    return (max(0, before) + max(0, after)) / 1e3
+    return (max(0, before) + max(0, max([op.end - trace.steps[-1].end for op in slices], default=0))) / 1e3
 
 
 def _compute_capability(trace: Trace) -> str | None:
@@ -108,8 +107,7 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         mine, *others = trace.processes
         alike = [one for one in others if one.gpu_activities] if mine.gpu_activities else others
         names = tuple(one.name for one in (mine, *(alike or others)))
-        what = "one_of_several_processes" if alike else "others_without_gpu_work"
-        yield TraceWarning(what, len(names) - 1, names)
+        yield TraceWarning("one_of_several_processes" if alike else "others_without_gpu_work", len(names) - 1, names)
     if trace.of_no_process:
         yield TraceWarning("of_no_process", trace.of_no_process)
     if trace.zeroed:

@@ -58,8 +58,7 @@ class Summary(msgspec.Struct, frozen=True):
     """All measurements of one trace: times in µs, shares from 0 to 1. A field is None if the trace does not show it.
 
     typical_step: the name of the step that gpu_work, cpu, places and attention describe. gpu and families: over the
-    window, from the first step that counts (see left_out) to the end of the last step or of the last GPU work launched
-    in the steps.
+    window, from the first step that counts (see left_out) to the end of the last step or of the steps' last GPU work.
     """
 
     source: Source
@@ -176,8 +175,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     facts = step_facts(trace, usual)
     counted, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(counted)
-    waits = waits_for_gpus(trace) if len(trace.devices) > 1 else None
-    parts = parts_by_device(trace.work, start, end, waits)
+    parts = parts_by_device(trace.work, start, end, waits_for_gpus(trace) if len(trace.devices) > 1 else None)
     layers = layer_names(trace, step)
     incomplete = trace.quality.incomplete
     waits_in, waits_in_python = ({}, {}) if incomplete else idle_in(trace, step)

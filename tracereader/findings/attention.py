@@ -159,8 +159,7 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     us = sum(one.us for one in mine)
     seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
     # Tensor cores support TF32 from compute capability 8.0 on.
-    could = int(summary.source.compute_capability or 0) >= 80
-    return Verdict(could and _worth_a_line(summary, us), seen)
+    return Verdict(int(summary.source.compute_capability or 0) >= 80 and _worth_a_line(summary, us), seen)
 
 
 @finding(GPU, "a kernel written for an older GPU generation", needs_gpu=True)

@@ -73,8 +73,7 @@ def occupancy_not_estimated(summary: Summary) -> Verdict:
     seen = f"{one.registers} registers per thread and {shared}: at most {one.occupancy.limit:.0%}"
     seen += f", limited by {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
     reported = one.occupancy.reported
-    why_not = "" if reported is None else f"the profiler says {reported:.0%}"
-    return Verdict(one.occupancy.not_estimated, seen, why_not)
+    return Verdict(one.occupancy.not_estimated, seen, "" if reported is None else f"the profiler says {reported:.0%}")
 
 
 @finding(predicts=lambda backend: f"by default SDPA chooses {backend}", claims="57")

@@ -18,8 +18,7 @@ OVERLAPS = 1.1
 def overlap(summary: Summary) -> bool:
     """Return whether a step's kernels overlap so much that the sum of their times exceeds the busy time."""
     total = summary.summed_us
-    beside = not all(one.ran_alone for one in summary.gpu_work)
-    return beside and total > OVERLAPS * summary.chosen.gpu_busy_us
+    return not all(one.ran_alone for one in summary.gpu_work) and total > OVERLAPS * summary.chosen.gpu_busy_us
 
 
 def _gemms(summary: Summary) -> list[GpuWork]:
@@ -60,8 +59,7 @@ def occupancy_asked_once(summary: Summary) -> Verdict:
 def gemm_is_heavy(summary: Summary) -> Verdict:
     prints = {}
     for one in summary.kernels_of_step:
-        kind = "GEMM" if one.family == "GEMM" else "other"
-        prints.setdefault(kind, (one.registers, one.shared_memory))
+        prints.setdefault("GEMM" if one.family == "GEMM" else "other", (one.registers, one.shared_memory))
     if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
         return Verdict(None, "the trace does not have both kernels with their registers and shared memory")
     (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
@@ -117,8 +115,7 @@ def bias_copy_then_gemm(summary: Summary) -> Verdict:
 @finding(GPU, "a device-to-device copy before a GEMM")
 def copy_before_gemm(summary: Summary) -> Verdict:
     """addmm copies the bias into the output, and the GEMM adds to it (beta = 1). This saves no kernel."""
-    work = [one for one in summary.gpu_work if one.kind != "memset"]
-    for copy, after in itertools.pairwise(work):
+    for copy, after in itertools.pairwise([one for one in summary.gpu_work if one.kind != "memset"]):
         adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get("epilogue", "")
         if adds and "DtoD" in copy.name and after.family == "GEMM":
             return Verdict(copy.us >= 1, f"{copy.us:.1f} µs before {short(after.name)}")

@@ -446,8 +446,7 @@ def _most_often_last(summary: RanksSummary) -> RankFigures | None:
     if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary, summary.clocks.lead_us):
         return None
     often = max(summary.ranks, key=lambda one: one.arrived_last)
-    taken_part = sum(often.rank in one.ranks for one in summary.matched)
-    return often if often.arrived_last > CAUSES_IT * taken_part else None
+    return often if often.arrived_last > CAUSES_IT * sum(often.rank in one.ranks for one in summary.matched) else None
 
 
 def _beyond(summary: RanksSummary) -> dict[int, tuple[float, tuple[str, ...]]]:
@@ -482,8 +481,7 @@ def costs(summary: RanksSummary, most: int | None = None, hosts: Sequence[SlowHo
     for place, one in enumerate(found):
         if not one.link:
             of = figures[one.steps]
-            reasons = of.reasons(one.ranks[0], one.more_us / of.share())
-            found[place] = msgspec.structs.replace(one, reasons=reasons)
+            found[place] = msgspec.structs.replace(one, reasons=of.reasons(one.ranks[0], one.more_us / of.share()))
     return tuple(found)
 
 
@@ -496,8 +494,7 @@ def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
         slow = [rank for rank in ranks if rank in beyond]
         if len(slow) < 2 or 2 * len(slow) < len(ranks):
             continue
-        elsewhere = (len(beyond) - len(slow)) / max(1, len(summary.ranks) - len(ranks))
-        if elsewhere > MOST * len(slow) / len(ranks):
+        if (len(beyond) - len(slow)) / max(1, len(summary.ranks) - len(ranks)) > MOST * len(slow) / len(ranks):
             continue  # slow ranks are about as frequent on all other hosts
         of = {rank: figures[beyond[rank][1]] for rank in slow}
         more = {part: median(of[rank].more(rank, None, part) * of[rank].share() for rank in slow) for part in PARTS}
@@ -666,8 +663,7 @@ def pair_kinds(summary: RanksSummary) -> tuple[PairKind, ...]:
         named = f"{what} {source} to {destination}" if len(some) > 1 else f"rank {worst.source} to {worst.destination}"
         named += f" ({description})" if description and several else ""
         means = {time: fmean(getattr(one, time) for one in some) / steps for time in times}
-        messages = max(one.messages for one in some)
-        found.append(PairKind(named, len(some), messages, worst.bytes, **means, worst=worst))
+        found.append(PairKind(named, len(some), max(one.messages for one in some), worst.bytes, **means, worst=worst))
     return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 

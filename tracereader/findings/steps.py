@@ -290,8 +290,7 @@ def of_recording(summary: Summary) -> list[str]:
         said.append(
             f"one process uses several GPUs, which are busy for these shares of the time: {words.listed(shares)}"
         )
-    around = found.before_us + found.after_us
-    if around > MUCH_OUTSIDE * summary.recorded_step_us:
+    if found.before_us + found.after_us > MUCH_OUTSIDE * summary.recorded_step_us:
         launched = " with a launch call" * found.earlier_work
         parts = [f"{duration(found.before_us)} before its first GPU activity{launched}"] * (found.before_us > 0)
         parts += [f"{duration(found.after_us)} after its last one"] * (found.after_us > 0)
@@ -377,8 +376,7 @@ def overhead_bound(summary: Summary) -> Verdict:
 def gpu_bound(summary: Summary) -> Verdict:
     """The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster."""
     cpu, gpu = _self_totals(summary)
-    busy = summary.waits_for in ("compute", "memory", "gpu")
-    return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
+    return Verdict(summary.waits_for in ("compute", "memory", "gpu") and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
 
 
 @finding(predicts=lambda first, count: f"the trace holds steps #{first} to #{first + count - 1}", claims="05")

@@ -45,8 +45,7 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
     most = max(loops, key=lambda one: one.launches)
     times = f"{duration(most.cpu_us)} of CPU time for {duration(most.gpu_us)} of GPU time"
     idle = f"the GPU is idle for {duration(most.idle_us)}"
-    seen = f"{most.name}: {most.launches:,} launches per step, {times}; {idle}"
-    return Verdict(True, seen)
+    return Verdict(True, f"{most.name}: {most.launches:,} launches per step, {times}; {idle}")
 
 
 @finding(
@@ -100,8 +99,7 @@ def communication_is_hidden(summary: Summary, hidden: bool) -> Verdict:
 
 @finding(predicts="the GPU looks busy but waits: a collective's kernel spins until all ranks arrive", needs_gpu=True)
 def busy_while_waiting(summary: Summary) -> Verdict:
-    total = _communication_us(summary)
-    if not total:
+    if not _communication_us(summary):
         return Verdict(None, "no collective on the GPU in the steps")
     exposed, busy = summary.gpu.exposed_communication_us, summary.gpu.busy_us
     looks_busy = summary.waits_for in ("communication", "compute", "memory", "gpu")

@@ -42,8 +42,7 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
             trace = _without_earlier_work(trace)
         # Of a recording without steps, work from before its first launch does not count.
         work = trace.work if trace.has_steps else trace.steps[0].work
-        launched = sum(one.launch is not None for one in work)
-        if not any(step.work for step in trace.steps) or 2 * launched < len(work):
+        if not any(step.work for step in trace.steps) or 2 * sum(one.launch is not None for one in work) < len(work):
             return Refused(Reason.NO_LAUNCHES)
         parts = [trace]
     if any((step.work or not trace.work) and not step.roots for step in parts[0].steps):
@@ -126,6 +125,5 @@ def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
                 continue
             start, end = steps[0].start, steps[-1].end
             work = tuple(one for one in trace.work if one.end > start and (one.launch or one).start < end)
-            outside = tuple(op for op in trace.outside if start <= op.start < end)
-            return replace(alone, work=work, outside=outside)
+            return replace(alone, work=work, outside=tuple(op for op in trace.outside if start <= op.start < end))
     return trace

@@ -54,10 +54,8 @@ def _slowest_path(out: Console, calls: Sequence[Op], layers: Mapping[int, str]) 
         if found := _repetition(calls) if len(calls) > LINES_SHOWN else None:
             calls = _median_stretch(out, calls, found, depth + deeper)
             deeper += 1
-        by_name = grouped((call.name, call) for call in calls)
-        costliest = sorted(by_name.items(), key=lambda item: -_us(item[1]))
-        longest = max(costliest[0][1], key=lambda call: call.dur)
-        calls = longest.children
+        costliest = sorted(grouped((call.name, call) for call in calls).items(), key=lambda item: -_us(item[1]))
+        calls = max(costliest[0][1], key=lambda call: call.dur).children
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             times = f"{len(same):,} calls of " if len(same) > 1 else ""
             summed = " in total" * bool(times)

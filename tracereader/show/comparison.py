@@ -132,8 +132,7 @@ def prediction(
     """Return a sentence on what a report predicted of a change, and what was measured after it.
 
     whose: the report's run. times_us: times that the sentence's unit has to fit, of which the last one was measured.
-    unprofiled_us: the step measured without the profiler, if it is known. why: why the prediction was wrong, if it is
-    known.
+    unprofiled_us: the step measured without the profiler, if it is known. why: why the prediction was wrong, if known.
     """
     unit, (*_, measured, after) = in_one_unit([*times_us, one.step_us_after])
     told = f"{whose} report proposed it ({one.title}): predicted {after} {unit}{_assumed(one)}, measured {measured}"

@@ -43,8 +43,7 @@ def _table(out: Console, one: InsideKernel, view: View) -> None:
     def sums(some) -> list[str]:
         waiting = sum(phase.waiting_per_block_us for phase in some)
         working = sum(phase.working_per_block_us for phase in some)
-        share = (waiting + working) / lanes_us if lanes_us else None
-        return [whole(waiting), whole(working), percent(share)]
+        return [whole(waiting), whole(working), percent((waiting + working) / lanes_us if lanes_us else None)]
 
     rows = [
         (Name(phase.name), f"{max(phase.waits, phase.works):,}", each(phase.median_wait_us), each(phase.median_work_us),

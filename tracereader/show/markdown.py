@@ -73,8 +73,7 @@ def _change(name: str, before: float, after: float) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table in GitHub's Markdown. Its cells are escaped already."""
-    aligned = ["---", *("---:" for _ in heads[1:])]
-    return [f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows)]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---", *("---:" for _ in heads[1:])], *rows)]
 
 
 def code(text: str) -> str:

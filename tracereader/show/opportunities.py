@@ -29,8 +29,7 @@ def show(
     A saving that assumes a hardware limit or a typical rate is shown as "about". If recording may hide what limits the
     step, the savings are those of the estimate without the profiler; beside others they are shown as "est.".
     everything: print all rows, each with its reason. limit: what limits the step, printed if no change is known.
-    measured_unprofiled: whether the run measured its step without the profiler; its savings then decide which changes
-    are found.
+    measured_unprofiled: whether the run measured its step without the profiler; its savings then decide what is found.
     """
     if isinstance(found, Refused):
         paragraph(out, f"{head('try first', 'try')}: no saving can be computed, because {plain(str(found))}", rest="  ")

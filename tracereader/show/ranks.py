@@ -343,8 +343,7 @@ TIMES = {
     "copies": "exposed_copy_us", "idle": "idle_us", "not launched": "idle_not_launched_us",
 }  # fmt: skip
 FIGURES = [attrgetter(name) for name in TIMES.values()]
-# The last ones are left out if they are empty for all ranks: they are in runs without collectives, and in those without
-# sends and receives.
+# The last ones are left out if they are empty for all ranks, as in runs without collectives or messages.
 ON_WAITS = {"waited": "waiting_us", "arrived last": "arrived_last", "message waits": "message_waits.us"}
 COLUMNS: dict[str, Callable[[RankFigures], float]] = {
     head: attrgetter(name)
@@ -494,8 +493,7 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     note = f"waits count while the rank computes nothing; {fused}times are averages per pair and step"
     paragraph(out, note, "  ", "  ")
     shown = kinds[: view.most(PAIRS_SHOWN)]
-    several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
-    for one in several[:1]:
+    for one in [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)][:1]:
         longest = findings.waiting_of(one.worst, len(summary.steps))
         paragraph(out, plain(f"{one.name}, the longest wait: {longest}"), "  ", "    ")
 
@@ -596,8 +594,7 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
         times = (_ms(sum(waits)), _ms(sum(one.transfer_us for one in some)), _rate(median_rate(some)))
         rows.append((sum(waits), (*named, *times, f"rank {whom}" if us else "–")))
     rows = [row for _, row in sorted(rows, key=lambda one: -one[0])]
-    heads = ("collectives, ms", "message", "count", "waited", "transfer", "bus GB/s", "mostly for")
-    print_columns(out, heads, rows)
+    print_columns(out, ("collectives, ms", "message", "count", "waited", "transfer", "bus GB/s", "mostly for"), rows)
 
 
 def _lanes(out: Console, summary: RanksSummary, view: View, traces: Sequence[RankTrace]) -> None:

@@ -266,8 +266,7 @@ def _notes(out: Console, summary: Summary, view: View) -> None:
         first, other = summary.steps[0], "typical" if len(summary.steps) > 2 else "other"
         first_use = ", which includes cold-start cost" * steps.paid_for_first_use(first)
         told = f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
-        name = plain(summary.left_out[0])
-        paragraph(out, f"{name} is left out of every figure over all steps: {told}", rest="  ")
+        paragraph(out, f"{plain(summary.left_out[0])} is left out of every figure over all steps: {told}", rest="  ")
     for text in steps.of_recording(summary):
         paragraph(out, plain(text), "[yellow]note[/yellow] ", " " * 5)
     for text in [*warnings.of_folder(view.left_out), *warnings.of(summary)]:
@@ -372,8 +371,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         families = [(family_in_words(one.family), one.us, one.share, one.pieces) for one in summary.families]
         unit = unit_of([one.us for one in summary.families])
         rows = [(name, unit(us), f"{share:.1%}", f"{count:,}") for name, us, share, count in summed(view, families, 50)]
-        # The window includes activities that earlier steps launched, and those without a launch in the trace, which the
-        # table by name lacks.
+        # The window includes activities of earlier steps, and those without a launch, which the table by name lacks.
         title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
         tables.append(((title, unit.name, "of GPU work", "activities"), rows, {}))
     for number, (heads, rows, below) in enumerate(tables):
@@ -555,8 +553,7 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     """Print the patterns. A small trace's are explained; a large trace's are not, because its report is long."""
     if not found and view.usual:
         return
-    roomy = summary.cpu.calls <= EXPLAINED and not summary.source.facts.script
-    explained = not view.usual or roomy
+    explained = not view.usual or (summary.cpu.calls <= EXPLAINED and not summary.source.facts.script)
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     for pattern, verdict in found:
         seen = f" [dim]({plain(verdict.evidence)})[/dim]" if verdict.evidence else ""

@@ -28,8 +28,7 @@ def show(out: Console, found: Sequence[Start], names: Sequence[str], number: str
         for one in shown
     ]  # fmt: skip
     if rest:
-        gaps = sum(one.gap_us or 0.0 for one in rest)
-        rows.append([f"{others(rest)}, in all", us(gaps), *[""] * (len(heads) - 2)])
+        rows.append([f"{others(rest)}, in all", us(sum(one.gap_us or 0.0 for one in rest)), *[""] * (len(heads) - 2)])
     print_columns(out, heads, rows, section="starts")
     legend = "gap: the GPU's idle time before the activity. wait: from the launch call's start to the activity's start."
     parts = "call (the launch call), queue (behind earlier work of the stream), "

@@ -69,8 +69,7 @@ def names(out: Console, summary: Summary, view: View) -> None:
     # One size of each, and no occupancy.
     brief = view.usual and (len(said) > SEVERAL or not summary.source.facts.script)
     out.print(formats.head("details from the kernels' names", "names"))
-    costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
-    shown, rest = view.parted(costliest)
+    shown, rest = view.parted(sorted(said.items(), key=lambda item: -sum(one.us for one in item[1])))
     named = formats.kernel_labels((one.name for one in summary.kernels), out.width - 4)
     for (name, _), same in shown:
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))

@@ -57,15 +57,13 @@ def read_with_captures(
 ) -> Trace:
     """Return the trace in a file, with the work of its CUDA graphs tied to the captured calls. Raises TraceError.
 
-    captures: files or folders with the traces of the captures. show: shows what is done next. steps_by, process: see
-    read().
+    captures: files or folders with the captures' traces. show: shows what is done next. steps_by, process: see read().
     """
     files = files_of(captures)
     trace = msgspec.structs.replace(read(path, limit, show, steps_by, process), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(CAPTURE_EDGE.search(name) for name in trace.op_names) else []
-        untied = tie(trace, [*own, *(read(file, limit) for file in files)])
-        trace = msgspec.structs.replace(trace, untied=untied)
+        trace = msgspec.structs.replace(trace, untied=tie(trace, [*own, *(read(file, limit) for file in files)]))
     return trace
 
 

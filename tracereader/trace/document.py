@@ -30,8 +30,7 @@ from tracereader.trace.lenient import Defects
 from tracereader.trace.types import SHAPES
 
 DEFLATE_MOST = 1032  # to one, by the format
-# What reading takes at most, per brace of the JSON (an event that is {} becomes 300 bytes; with json, 800)
-# and per byte.
+# What reading takes at most, per brace of the JSON (an event {} becomes 300 bytes; with json, 800) and per byte.
 BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 SHORTEST_OBJECT = 3  # bytes: {} and a comma
 REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what strict decoding raises

@@ -113,6 +113,5 @@ def of_op(op: str) -> str:
     family = next((family for pattern, family in TORCHS if re.search(pattern, op)), "")
     if family or WHOLE_LAYERS.search(op):
         return family
-    own = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", op)
-    family, _ = job_of(own) or ("", "")
+    family, _ = job_of(re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", op)) or ("", "")
     return "" if family == "other" else family

@@ -468,8 +468,7 @@ def _types(text: str, start: int) -> str:
 
 def _aten(family: str):
     def read(match, text):
-        start = match.end()
-        does = _operation(text, start)
+        does = _operation(text, match.end())
         found = next((one for pattern, one in ATEN_OPERATIONS if re.match(pattern, does)), family)
         index = "with_index" in match["name"]
         parts = {"does": does, "types": "" if index else _types(text, match.end("name"))}

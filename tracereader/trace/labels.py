@@ -30,8 +30,7 @@ GATHERS = ("FSDP::all_gather ", "FSDP::all_gather_copy_out ")
 GATHERS_AGAIN = ("FSDP::pre_backward ", "FSDP::backward_prefetch ")
 # The beginning of the whole model's forward pass with FSDP, and the reduction of a block's gradients.
 FSDPS_FORWARD, REDUCES_A_BLOCK = "FSDP::root_pre_forward", "FSDP::post_backward_reduce "
-# DDP's copies of gradients out of its buckets and into them, the latter once for each parameter; and the call that
-# reduces a bucket.
+# DDP's copies of gradients out of its buckets and into them, the latter once per parameter; and a bucket's reduction.
 REDUCERS_CALLS, ALL_REDUCE = "torch::distributed::reducer::", "c10d::allreduce_"
 DDPS_COPIES = ("torch.distributed.ddp.reducer::", REDUCERS_CALLS)
 # Ops and annotations of the wrappers of data parallelism around the model's own ops: they copy, scale and shard.

@@ -263,8 +263,7 @@ def _of_annotations(ops: Sequence[Op], thread: _Thread) -> Iterator[Marks]:
     """
     users = [op for op in ops if op.kind == "label" and op.track == thread.track and not is_torchs_own(op.name)]
     outer = set(_apart(users))
-    calls = grouped((op.name, (op.start, op.end)) for op in users if (op.start, op.end) in outer)
-    for name, some in calls.items():
+    for name, some in grouped((op.name, (op.start, op.end)) for op in users if (op.start, op.end) in outer).items():
         spans = sorted(set(some))
         if len(spans) >= LEAST_STEPS and len(_outside(thread.ops, spans)) <= (1 - WHOLE) * len(thread.ops):
             yield from _alike(Marks(name, (), thread.track), [*(start for start, _ in spans), thread.until], thread.ops)
@@ -364,8 +363,7 @@ def _alike(
     usual, equal = Counter(frozenset(one.items()) for one in counts).most_common(1)[0]
     size = sum(count for _, count in usual)
     first, *inner, last = counts
-    same = sum(one.items() == usual for one in inner)
-    if equal < 2 or not size or same < EQUAL_SHARE * len(inner):
+    if equal < 2 or not size or sum(one.items() == usual for one in inner) < EQUAL_SHARE * len(inner):
         return
     if len(set(_numbers(updates, spans[1:-1]))) > 1 or not _are_close(_numbers(gradients, spans[1:-1])):
         return

@@ -4,8 +4,7 @@ A file is a message of protobuf, a sequence of packets. This module reads the pa
 threads, GPU work, and the tables of names that they refer to by number. It leaves out sampled counters. The package
 protobuf skips all others. The names and numbers of the fields are those of Perfetto's reference of its trace packets.
 
-In this format torch leaves out the devices' properties, the distributed run, allocations, arrows, and the facts that a
-script stored.
+In this format torch leaves out the devices' properties, the distributed run, allocations, arrows, and a script's facts.
 """
 
 import re

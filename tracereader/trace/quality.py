@@ -262,8 +262,7 @@ def _cold(
             add(some, "capturing CUDA graphs")
     phases = [op for name, some in names.items() if name.endswith(COMPILING) for op in some]
     add(_first_compilations(phases, steps) if phases else (), "compilation")
-    track = edges[0].track if edges else ()
-    found += [Cold(track, start, end, "capturing CUDA graphs") for start, end in captures]
+    found += [Cold(edges[0].track if edges else (), start, end, "capturing CUDA graphs") for start, end in captures]
     add(_loading_calls(names, overheads), "loading code")
     found += _first_launches(work, steps, lost)
     allocations = [op for name, some in names.items() if ALLOCATES.match(name) for op in some if op.kind == "runtime"]
@@ -279,12 +278,10 @@ def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
     starts = [step.start for step in steps]
     places = [bisect.bisect_right(starts, one.start) for one in found]
     sums = totals(((place, one.what), one.end - one.start) for place, one in zip(places, found, strict=True))
-    by_kind = grouped((what, ns) for (_, what), ns in sums.items())
-    alike = {what: sorted(some) for what, some in by_kind.items()}
+    alike = {what: sorted(some) for what, some in grouped((what, ns) for (_, what), ns in sums.items()).items()}
     for place, one in zip(places, found, strict=True):
         ns, some = sums[place, one.what], alike[one.what]
-        near = bisect.bisect_right(some, LATER_TIMES * ns) - bisect.bisect_left(some, ns / LATER_TIMES)
-        if near == 1:
+        if bisect.bisect_right(some, LATER_TIMES * ns) - bisect.bisect_left(some, ns / LATER_TIMES) == 1:
             yield one
 
 
@@ -294,8 +291,7 @@ def _first_compilations(phases: Sequence[Op], steps: Sequence[Step]) -> list[Op]
     for step in steps:
         names = {op.name for op in step.walk()}
         ids = [found for name in names if (found := COMPILE_ID.search(name) or REGION_ID.search(name))]
-        again = any(not one[1].endswith("/0") for one in ids)
-        if not again and (ids or step is steps[0]):
+        if all(one[1].endswith("/0") for one in ids) and (ids or step is steps[0]):
             cold.append((step.start, step.end))
     return [op for op in phases if length_between(cold, op.start, op.start + 1)]
 

@@ -42,8 +42,7 @@ _AZURE = re.compile("abfss?|az", re.I)
 _URL = re.compile(r"([a-zA-Z][\w+.-]*)://(.*)", re.S)
 # By a trace's name, which may be printed and stored: its URL as given, with its credentials.
 _addresses: dict[str, str] = {}
-# The servers that could not be reached in any attempt. They are asked once for the other ranks, of which there may be a
-# thousand.
+# The servers that could not be reached in any attempt. They are asked once for the other ranks, perhaps a thousand.
 _gone: set[str] = set()
 T = TypeVar("T")
 

@@ -126,8 +126,7 @@ def _built(
         events[number] = None  # so that the events and what is made of them never stand side by side
     document.defects.events += len(unusable)
     if left_out := document.defects.events:
-        used = (ops, old_ops, work, spans, overheads, modules, inside, *frames.values())
-        usable = zeroed + sum(map(len, used))
+        usable = zeroed + sum(map(len, (ops, old_ops, work, spans, overheads, modules, inside, *frames.values())))
         if left_out > usable:  # the rest would say little about the run
             first = f"; the first is {events[unusable[0]].name[:60]!r}" if unusable else ""
             raise TraceError(
@@ -517,8 +516,7 @@ HANDLERS_NAME = re.compile(r"(?P<host>.+)_(?P<process>\d{1,9})\.\d+\.pt\.trace\.
 def _host(recorded: object, path: Path, ops: list[Op]) -> str | None:
     """Return the recorded name of the host, or the one in the file's name; None without either.
 
-    torch 2.15 records it, torch 2.11 does not. A name such as rank_3 has the same form, so the number has to be that of
-    the trace's process.
+    torch 2.15 records it, torch 2.11 does not. A name like rank_3 has this form, so the number has to be the process's.
     """
     if isinstance(recorded, str) and recorded:
         return recorded

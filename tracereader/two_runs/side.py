@@ -61,8 +61,7 @@ class Side(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def says(self) -> dict[str, KernelName]:
         """Return the decoded name of each name of GPU work, by its longest activity."""
-        by_time = sorted(self.summary.gpu_work, key=lambda one: -one.us)
-        return {one.name: one.says for one in reversed(by_time)}
+        return {one.name: one.says for one in reversed(sorted(self.summary.gpu_work, key=lambda one: -one.us))}
 
     @cached_property
     def parts(self) -> Counter:

@@ -322,6 +322,5 @@ def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
 
 def numbers_of_pieces(trace: Trace, summary: Summary) -> dict[int, int]:
     """Return by the id of a GPU activity its position in the Summary's gpu_work, from 1 up."""
-    step = trace.steps[summary.typical_index]
-    places = {key: number for number, (key, _) in enumerate(numbered(step.work), 1)}
+    places = {key: number for number, (key, _) in enumerate(numbered(trace.steps[summary.typical_index].work), 1)}
     return {id(one): places[key] for some in trace.steps for key, one in numbered(some.work) if key in places}
