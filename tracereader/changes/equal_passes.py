@@ -68,7 +68,8 @@ HOW = {
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
     ADDS_UP: "if the memory allows, no pass needs another one's result, and the loss does not compare samples: give "
     "the model the whole batch in one pass",
-    AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs",
+    AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs of a "
+    "size",
 }
 HOW[OWN_INDICES] = HOW[AGAIN]
 IS_LOSS = re.compile(r"Loss(_\d+)?$").search
