@@ -113,10 +113,10 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def _most_share(self) -> float:
         """Return the most of the recorded CPU time that the measured step may need.
 
-        A measured step that takes as long as the recorded GPU work alone, or less, does not show it.
+        A measured step that is shorter than the recorded GPU work alone does not show it.
         """
-        least_us = (1 + GPU_VARIES) * step_us_at(self.graph, 0.0)
-        return cpu_factor(self.graph, max(self._measured.step_us, least_us))
+        alone_us = step_us_at(self.graph, 0.0)
+        return self._measured.factor or cpu_factor(self.graph, (1 + GPU_VARIES) * alone_us)
 
     @property
     def _hides_cpu_time(self) -> bool:
