@@ -65,7 +65,8 @@ def regime_of(
     steady, us = gpu_time(parts, windows), length(windows) / 1e3
     if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
         steady = gpu_time(parts, [(start, end)])
-    busy = {str(one.device): gpu_time([one], windows).busy_us / us for one in (parts if len(parts) > 1 and us else ())}
+    several = parts if len(parts) > 1 and us else ()
+    busy = {str(one.device): gpu_time([one], windows).busy_us / us for one in several}
     return Regime(_waits_for(trace, steady, us, step, measured), steady, us, wide_start, busy)
 
 

@@ -493,7 +493,8 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     note = f"waits count while the rank computes nothing; {fused}times are averages per pair and step"
     paragraph(out, note, "  ", "  ")
     shown = kinds[: view.most(PAIRS_SHOWN)]
-    for one in [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)][:1]:
+    several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
+    for one in several[:1]:
         longest = findings.waiting_of(one.worst, len(summary.steps))
         paragraph(out, plain(f"{one.name}, the longest wait: {longest}"), "  ", "    ")
 
