@@ -138,9 +138,8 @@ def read_ranks(files: str | Path | Iterable[str | Path]) -> RanksSummary:
 
 def compare(before: Run, after: Run) -> str:
     """Return the text of `read-trace BEFORE AFTER`: what changed from the first run to the second one."""
-    view = View()
     proposed = comparison.proposed_by(before.trace, before.summary)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        comparison.side_by_side([before.summary, after.summary], view, False, [proposed])
+        comparison.side_by_side([before.summary, after.summary], View(), False, [proposed])
     return out.getvalue()

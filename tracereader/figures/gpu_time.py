@@ -255,11 +255,10 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
 def _idle_in_all(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     """Return the same for steps of two kinds: the mean of all steps, from the start of the first one."""
     steps, count = trace.steps, len(trace.steps)
-    working = next(step for step in steps if step.work)
     until = bisect.bisect_right(trace.work, max(one.start for step in steps for one in step.work), key=start_of)
     before = bisect.bisect_left(trace.work, steps[0].start, key=start_of)
     reached = max([steps[0].start, *(one.start + one.dur for one in trace.work[:before])])
-    found = _idle_between(trace, steps, working, reached, trace.work[before:until])
+    found = _idle_between(trace, steps, next(step for step in steps if step.work), reached, trace.work[before:until])
     return tuple({name: us / count for name, us in some.items()} for some in found)
 
 
@@ -298,9 +297,8 @@ def python_in(
 ) -> Counter:
     """Return the given time (ns) by Python function.
 
-    Each moment counts for the innermost function with this share of the time.
-    between: intervals of each thread that do not overlap. A built-in function counts for its caller, whose file and
-    line the trace has. Time outside all functions is left out.
+    Each moment counts for the innermost function with this share of the time, a built-in one for its caller, whose file
+    and line the trace has. Time outside all functions is left out. between: intervals of each thread without overlaps.
     """
     calls = _Calls()
     for track, stretches in between.items():

@@ -11,9 +11,8 @@ from tracereader.trace.op_names import MATMULS
 def layer_names(trace: Trace, step: Step) -> dict[int, str]:
     """Return the layer of each op and GPU activity of the step that has one, by its id.
 
-    The run's fact "layers" names the matrix products of a step in the order in which the forward pass calls them. The
-    outermost op that contains only one such product gets its name. Empty if the trace has no such fact, or another
-    number of products.
+    The run's fact "layers" names the matrix products of a step in the order of the forward pass. The outermost op that
+    contains only one such product gets its name. Empty if the trace has no such fact, or another number of products.
     """
     names = trace.facts.layers
     if not names:

@@ -1,7 +1,6 @@
 """The bytes that an op has to move, by recorded shapes and types: each input read once, each output written once.
 
-Source of the inputs and outputs: torch's native_functions.yaml. An op has no bytes if the record does not decide the
-size of its result.
+Source of inputs and outputs: torch's native_functions.yaml. No bytes if the record does not decide the result's size.
 """
 
 import math

@@ -48,8 +48,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     Empty if the step has two annotations or more, or if autograd's events tie no backward to a forward. Torch's own
     annotations do not count.
 
-    Forward reaches from the first op that the backward belongs to (or from the model's frame, if stacks are recorded)
-    to the last one.
+    Forward reaches from the first op that the backward belongs to (with stacks: the model's frame) to the last one.
     """
     spans, labels = _spans(trace, step), {label.name for label in phases(step)}
     if not spans or (len(labels) > 1 and not all(map(is_torchs_own, labels))):

@@ -191,13 +191,12 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     of_call = list(calls.found)
     named = [one for one in described if of_call[one.call].pair is None]
     exposed = [(zero + left, zero + right) for left, right in parts.exposed_communication]
-    used = dict.fromkeys(trace.devices)
     return RankTrace(
         path=str(trace.path),
         rank=trace.rank.rank,
         world_size=trace.rank.world_size,
         host=trace.host,
-        device=", ".join(used) if on_gpu else "CPU",
+        device=", ".join(dict.fromkeys(trace.devices)) if on_gpu else "CPU",
         on_gpu=on_gpu,
         start=zero + start,
         end=zero + end,

@@ -201,9 +201,7 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | NotRead:
     """Return what is kept of a trace, or why it cannot be read."""
     try:
         trace = read(path, limit)
-        if trace.rank is None:
-            return NotRead("no_rank")
-        return of_rank(trace, step)
+        return NotRead("no_rank") if trace.rank is None else of_rank(trace, step)
     except TraceError as problem:
         return NotRead("unreadable", str(problem).removeprefix(f"{path}: "))
     finally:
@@ -251,14 +249,13 @@ class _Reader:
         return None
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
         # Nothing may be imported from the current folder. Python 3.10 has no flag for that.
         program = (
             "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
             "from tracereader.figures.reading import serve; serve()"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, root],
+            [sys.executable, "-c", program, str(Path(__file__).resolve().parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -74,8 +74,7 @@ def _around(trace: Trace) -> tuple[int, int]:
 def _two_kinds(trace: Trace) -> TwoKinds | None:
     if trace.quality.mixed is None:
         return None
-    long = trace.quality.mixed.long
-    by_kind = grouped((step.start in long, step.us) for step in trace.steps)
+    by_kind = grouped((step.start in trace.quality.mixed.long, step.us) for step in trace.steps)
     return TwoKinds(len(by_kind[True]), median_high(by_kind[True]), median_high(by_kind[False]))
 
 

@@ -20,9 +20,8 @@ LEAST_TIMES, LEAST_PIECES = 3, 2
 # Inductor names a kernel after all the ops that it fuses and adds a number. The ops differ from layer to layer
 # (…_add_embedding_…_7, …_add_…_12) although the kernels are of one kind.
 INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
-# Sequences of 1, 2, 4, and so on up to this number of activities are compared when looking for the distance to the next
-# equal ones; and the number of most common distances that are tried. An activity that occurs once per layer gives the
-# layer's length.
+# Sequences of 1, 2, 4, … up to this number of activities are compared to find the distance to the next equal ones; and
+# the number of most common distances that are tried. An activity that occurs once per layer gives the layer's length.
 TOGETHER, TRIED = 16, 6
 NEVER = -1
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
@@ -161,10 +160,9 @@ def _costs(
     """Return the measurements of equal sequences at these positions. inner: the nodes of the first one."""
     pieces, times = len(places[0]), len(places)
     costs = [sum(measured[place].us for place in sequence) for sequence in places]
-    launches = [work[sequence[0]].launch for sequence in places]
     apart = [
         (after.start - before.start) / 1e3
-        for before, after in pairwise(launches)
+        for before, after in pairwise([work[sequence[0]].launch for sequence in places])
         if before and after and before is not after and before.track == after.track
     ]
     inside = max((node.repeat for node in inner if node.repeat), key=lambda one: one.end - one.start, default=None)

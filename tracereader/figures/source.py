@@ -115,8 +115,7 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     if trace.defects != Defects():
         yield TraceWarning("defects", defects=trace.defects)
     for name, some in (("category_left_out", trace.not_known), ("category_taken_for_work", trace.taken)):
-        for category, count in some.most_common(3):
-            yield TraceWarning(name, count, (category,))
+        yield from (TraceWarning(name, count, (category,)) for category, count in some.most_common(3))
     if trace.captured:
         given = tuple(str(path) for path in trace.captured)
         if not any(one.from_graph for step in trace.steps for one in step.work):

@@ -95,9 +95,8 @@ class StepFacts(msgspec.Struct, frozen=True):
 def typical(trace: Trace) -> Step:
     """Return the step with the median CPU time of those that did work, without a far longer first step.
 
-    With GPU work, the last step of an even number does not count, as for the step's time (pace.py): the trace does not
-    show when its time on the GPU ends. Without GPU work each step's end is known, and of an even number the lower
-    middle one is returned.
+    With GPU work, the last step of an even number does not count, as in pace.py: the trace does not show when its time
+    on the GPU ends. Without GPU work each step's end is known: of an even number, the lower middle one.
     """
     # The stub after the last call of a loop is a step by name only.
     on_gpu = any(step.work for step in trace.steps)
@@ -399,7 +398,6 @@ def _label_gap_us(step: Step) -> float | None:
 
 
 def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]) -> Excess:
-    overheads = totals((one.name, one.us) for one in _within(trace.overheads, step))
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
     # A long pause between ops, in an annotation or outside of all, is the program's own or the DataLoader's.
@@ -415,7 +413,7 @@ def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]
     return Excess(
         us=step.us - usual.us,
         first_calls=_largest(first_calls),
-        overheads=_largest(overheads),
+        overheads=_largest(totals((one.name, one.us) for one in _within(trace.overheads, step))),
         slower=_largest({name: us for name, us in slower.items() if us > 0}),
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
         times_low=times[spared] if high is not None else None,

@@ -181,7 +181,6 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     waits_in, waits_in_python = ({}, {}) if incomplete else idle_in(trace, step)
     measured = gpu_work(trace, step, layers)
     regime = regime_of(trace, usual, step, parts, measured)
-    index = next(place for place, one in enumerate(trace.steps) if one is step)
     lanes = lanes_us(trace, usual)
     return Summary(
         source=source(trace),
@@ -190,7 +189,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         uneven=uneven(trace),
         left_out=[one.name for one in trace.steps[:left_out]],
         typical_step=step.name,
-        typical_index=index,
+        typical_index=next(place for place, one in enumerate(trace.steps) if one is step),
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
         recorded_step_us=max(lanes.values()),

@@ -15,7 +15,6 @@ WORKSPACE_BYTES = 32 * 2**20
 
 
 def _word(one: GpuWork) -> str:
-    """Return one word for a GPU activity."""
     if one.kind != "kernel":
         return "copy" if one.kind == "memcpy" else one.kind
     if one.family in ("GEMM", "attention"):

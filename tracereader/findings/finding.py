@@ -190,8 +190,7 @@ def significant(value: float) -> str:
 
 
 def tokens_s(a_second: float) -> str:
-    """Return a rate of tokens as text. A large model on a CPU makes less than one token a second, so small rates keep
-    two significant digits."""
+    """Return a rate of tokens as text, small ones (below 1 for a large model on a CPU) with two significant digits."""
     return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
 
 

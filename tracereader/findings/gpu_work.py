@@ -236,8 +236,7 @@ def launch_settings(summary: Summary, threads: int, rows: int) -> Verdict:
 def graph_replay_without_copies(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
     others = [one for one in summary.gpu_work if not one.from_graph]
-    launches = counted(summary.graph_launches, "graph launch", "graph launches")
-    seen = f"{words.activities(len(replayed))} from {launches}"
+    seen = f"{words.activities(len(replayed))} from {counted(summary.graph_launches, 'graph launch', 'graph launches')}"
     if not others:
         return Verdict(bool(replayed), seen)
     because = "a graph replays fixed addresses, so inputs that may change are copied in first"

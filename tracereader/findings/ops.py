@@ -114,8 +114,7 @@ def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -
     """Judge whether a step has `count` calls of an op, and none of the ops in `gone`."""
     left = [op for op in gone if op in summary.cpu.ops]
     calls = summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
-    seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
-    return Verdict(calls == count and not left, seen)
+    return Verdict(calls == count and not left, f"{calls} {name}" + (f"; still there: {listed(left)}" if left else ""))
 
 
 @finding(

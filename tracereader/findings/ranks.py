@@ -389,8 +389,7 @@ class _Usual:
         reasons = []
         for part in PARTS:
             if (us := self.more(rank, None, part)) > A_REASON * longer:
-                # A step lasts from kernel to kernel. The wait for a batch, or for the launch of its first kernel, is at
-                # the end of the step before.
+                # Steps last from kernel to kernel: the wait for a batch or for a first launch ends the step before.
                 named = phases(self.summary) if part != "waits for data" else []
                 if part == "launches late":
                     named = [phase for phase in named if phase != OUTSIDE_ANNOTATIONS][:-1]
@@ -558,7 +557,6 @@ def waits_much(summary: RanksSummary, group: GroupTimes) -> bool:
 
 
 def _purposes(description: str) -> list[str]:
-    """Return the purposes of a process group that its description names."""
     words = re.split(r"[^a-z]+", description.lower())
     return list(dict.fromkeys(DIMENSIONS[word] for word in words if word in DIMENSIONS))
 
@@ -694,7 +692,6 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
     read = " of those read" if summary.missing else ""
     last = f"is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
     waiting = max((one for one in summary.ranks if one is not slow), key=lambda one: one.waited_exposed_us)
-    cost = share(waiting, waiting.waited_exposed_us)
     us, exposed = (_each_step(waiting, us) for us in (waiting.waiting_us, waiting.waited_exposed_us))
     nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
     longest = "longest, " if len(summary.ranks) > 2 else ""
@@ -707,7 +704,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
             mostly += ", and most of the rest is for ranks of its group, which wait for it first"
         return [f"rank {slow.rank} keeps the others waiting: it {last}{mostly}", waits]
     told_apart = _told_apart(summary, summary.clocks.lead_us)
-    if cost <= MUCH_WAITED:
+    if share(waiting, waiting.waited_exposed_us) <= MUCH_WAITED:
         whom = " for a rank that was read" if summary.missing else ""
         return [f"no rank loses much time by waiting{whom}: {waits}", *[f"rank {often.rank} {last}"] * told_apart]
     slowest = sorted(((us, rank) for rank, (us, _) in _beyond(summary).items()), key=lambda one: -one[0])
@@ -836,11 +833,10 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
     if len(summary.ranks) > 1 and summary.steps:
         figures = _where_slow(summary, rank)
         more, step = figures.more(rank, None, "own"), figures.of(None, "us")[rank]
-        in_some = in_some_steps(summary, figures.steps)
         others = "the other ranks' median" if len(summary.ranks) > 2 else "the other rank"
         if more > MUCH_LONGER * step:
             why = "; and because ".join(in_words(figures.reasons(rank, more), summary.on_gpu))
-            told = f"{in_some}rank {rank} takes {ms(more)} longer per step than {others}"
+            told = f"{in_some_steps(summary, figures.steps)}rank {rank} takes {ms(more)} longer per step than {others}"
             found.append(f"{told} because {why}" if why else f"{told}, for no single reason")
         else:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")

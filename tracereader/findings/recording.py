@@ -68,8 +68,7 @@ def may_lengthen(summary: Summary) -> bool:
 def recording_matters(summary: Summary) -> bool:
     """Return whether recording may lengthen a step that is limited by the GPU's work.
 
-    Either the GPU waits for launches, or the CPU takes longer for a step than the GPU, which still has work of earlier
-    steps and is not idle.
+    The GPU waits for launches, or the CPU takes longer for a step than the GPU, which is busy with earlier steps.
     """
     steps = len(summary.steady_steps)
     is_longer = steps > 0 and summary.recorded_step_us >= (1 + SOME_IDLE) * summary.steady_us / steps

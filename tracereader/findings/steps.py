@@ -354,8 +354,7 @@ def regime_is(summary: Summary, name: str) -> Verdict:
     return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
 
-# Ratio of the CPU's self total to the GPU's. On the H200 it is 22 to 180 at 64 x 64, where the GPU waits, and at most
-# 1.2 if the GPU is busy.
+# Ratio of the CPU's self total to the GPU's. On the H200: 22 to 180 at 64 x 64 (the GPU waits), 1.2 at most if busy.
 FAR_ABOVE = 2
 
 
@@ -404,9 +403,8 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     # Most calls were slower by similar factors, which explain most of the step's additional time.
     if least is not None and least >= ALIKE_SLOWER and most <= ALIKE_SPREAD * least and more.alike_us > more.us / 2:
         low, high = f"{least:.1f}", f"{most:.1f}"
-        slower = f"most calls are {low if low == high else f'{low} to {high}'} times slower"
         started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
-        return slower + started + beside
+        return f"most calls are {low if low == high else f'{low} to {high}'} times slower" + started + beside
     for count in (1, 2, 3):
         slowest = list(more.slower)[:count]
         if sum(more.slower[name] for name in slowest) > more.us / 2:
@@ -482,8 +480,7 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         this, *_, typical, unit = seen.split()
         if this == typical:
             return Verdict(False, f"it takes {this} {unit}, as the typical step does")
-        is_slower = "it is hardly slower" if more > 0 else "it is not slower"
-        return Verdict(False, f"{is_slower}: {seen}")
+        return Verdict(False, f"{'it is hardly slower' if more > 0 else 'it is not slower'}: {seen}")
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
     gap_unit, shown = in_one_unit(gaps[:3])
     all_gaps = f"the steps' gaps: {', '.join(shown)} {gap_unit}"

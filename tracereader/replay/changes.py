@@ -1,7 +1,6 @@
 """Elementary changes of a step. Each function takes a Graph and returns the changed one, so changes compose.
 
-A function copies only the lists that it edits. A change has to be made in all recorded steps, because the step's time
-is a median over them.
+A function copies only the lists that it edits. Change all recorded steps: the step's time is a median over them.
 """
 
 import bisect
@@ -77,8 +76,7 @@ def _cuts(times: Sequence[int], gone: Intervals) -> Iterator[tuple[int, int]]:
 def without_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
     """Return the graph without these ops and calls and without the GPU work that they launch."""
     ops = list(ops)
-    work = [one for op in ops for one in op.work_below()]
-    return _without_activities(without_cpu_time(graph, spans_of(ops)), work)
+    return _without_activities(without_cpu_time(graph, spans_of(ops)), [one for op in ops for one in op.work_below()])
 
 
 def without_waits(graph: Graph, calls: Iterable[Op]) -> Graph:
@@ -222,8 +220,7 @@ def cuda_graph(graph: Graph, runs: Iterable[Run] | None = None, launch_us: float
 def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = ()) -> Iterator[Run]:
     """Yield runs of the outermost ops that launch and do not wait, each with the work that it launches.
 
-    A run ends where a call of any thread waits. left_out: ops or annotations of the step that stay unchanged and end a
-    run, too.
+    A run ends where a call of any thread waits. left_out: the step's ops or annotations that stay and end a run, too.
     """
     stays = {id(op): op for op in left_out}
     waits = [*stays.values(), *(op for op in waits_of(step) if graph.via[graph.returns[id(op)]] >= 0)]
@@ -261,8 +258,7 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
 def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
     """Return the graph with more CPU time.
 
-    added: (a thread's track, a time in ns, the additional time in µs). The time passes before the thread's first node
-    at or after that point.
+    added: (a thread's track, a time in ns, the additional µs), which pass before its first node at or after that time.
     """
     lag = graph.lag[:]
     for track, time, us in added:

@@ -67,8 +67,7 @@ EXPLAINED_NS = 100_000
 SKEW_NS = 3_000
 # The time of a waiting call if there is nothing to wait for.
 WAIT_CALL_NS = 3_000
-# A launch call that takes this long while this many activities are launched and have not ended waits for room in the
-# queue of 1,024.
+# A launch call this long while this many activities are launched and not ended waits for room in the queue of 1,024.
 BLOCKED_NS, QUEUED = 50_000, 500
 # A call's awaited activity is searched among this many activities that ended last.
 AMONG_LAST = 64
@@ -230,8 +229,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
             return (again[end] - again[start]) / 1e3, to_the_next / 1e3
         works = [set(step.work) - aside or step.work if aside else step.firsts for step in steps]
         firsts = [min([ends[node] - dur[node] for node in work]) for work in works]
-        on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)), self.mixed)
-        return on_cpu / 1e3, on_gpu / 1e3
+        return on_cpu / 1e3, pace(firsts, max(map(ends.__getitem__, steps[-1].work)), self.mixed) / 1e3
 
     def _ends_of_the_next(self, ends: list[int]) -> list[int] | None:
         """Return the end of each node (ns) in a next step like this one, as if both steps started at the same time.

@@ -213,13 +213,12 @@ def _by_families(out: Console, summaries: Sequence[Summary], view: View) -> None
 
 def _times(out: Console, title: str, times: Sequence[dict[str, float]], view: View) -> None:
     """Print a row per name and a column per run. The largest differences come first; the rest is one row."""
-    names = {name for one in times for name in one}
 
     def spread(name: str) -> float:
         values = [one.get(name, 0.0) for one in times]
         return max(values) - min(values)
 
-    ordered = sorted(names, key=lambda name: (-spread(name), name))
+    ordered = sorted({name for one in times for name in one}, key=lambda name: (-spread(name), name))
     most = view.most(ROWS_SHOWN)
     shown = ordered if most is None or len(ordered) <= most + 1 else ordered[:most]
     values = [[one.get(name) for one in times] for name in shown]

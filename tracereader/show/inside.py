@@ -55,9 +55,8 @@ def _table(out: Console, one: InsideKernel, view: View) -> None:
     heads = ("phase", "times", f"wait, {each.name}", f"work, {each.name}", f"all waits, {whole.name}",
              f"all work, {whole.name}", "share")  # fmt: skip
     print_columns(out, heads, rows, section="inside")
-    launch = " and launch" * (one.launches > 1)
     paragraph(
         out,
         "times: over all recorded blocks. wait, work: the median of one time. all waits, all work: the sums of one "
-        f"block{launch}, mean over the recorded blocks. share: of the recorded time.",
+        f"block{' and launch' * (one.launches > 1)}, mean over the recorded blocks. share: of the recorded time.",
     )

@@ -65,8 +65,7 @@ def _in_short(out: Console, summaries: Sequence[RanksSummary], limit: int) -> No
     proposed = () if isinstance(found, Refused) else found
     for number, one in enumerate(summaries[1:], 2):
         who, than = ("the second", "") if len(summaries) == 2 else (f"job {number}", "job 1")
-        paced = faster.pace(findings.step_us(first), findings.step_us(one), than)
-        paragraph(out, plain(f"{who} {paced}"), rest="    ")
+        paragraph(out, plain(f"{who} {faster.pace(findings.step_us(first), findings.step_us(one), than)}"), rest="    ")
         for text in _beside(first, one, rank_changes.made(first, proposed, one)):
             paragraph(out, plain(text), "  · ", "    ")
 

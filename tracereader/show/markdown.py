@@ -37,10 +37,9 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
     lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), change], _measures(summaries))]
     rows = [row for row in kernel_rows(sides) if row["status"] != "alike"]
     if rows:
-        heads = ["GPU activity", *(f"run {number}, µs" for number in numbers), ""]
         shown = rows[:KERNELS_SHOWN]
         cells = [[code(short(row["name"], NAME_SHOWN)), *map(us_in_words, row["us"]), row["status"]] for row in shown]
-        lines += ["", *_table(heads, cells)]
+        lines += ["", *_table(["GPU activity", *(f"run {number}, µs" for number in numbers), ""], cells)]
         if len(rows) > KERNELS_SHOWN:
             lines += ["", f"{len(rows) - KERNELS_SHOWN:,} more names of GPU activities changed."]
     for name, side in zip(names[1:], sides[1:], strict=True):

@@ -45,9 +45,8 @@ def show(
     rows = []
     for number, one in enumerate(shown, 1):
         before, after = one.times_us
-        times = f"{unit(before)} -> {unit(after)}"
         saves = f"{'est. ' * (one.estimated_savings is not None and not all_estimated)}{_saves(one)}"
-        cells = (NOT_KNOWN, "") if one.is_unknown else (times, saves)
+        cells = (NOT_KNOWN, "") if one.is_unknown else (f"{unit(before)} -> {unit(after)}", saves)
         rows.append((Name(f"{number} {one.title}"), *cells))
     reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
     step = "unprofiled step" if found[0].knows_unprofiled else "recorded step"

@@ -167,9 +167,8 @@ def _user() -> str:
 
 def _browser(url: str) -> bool:
     """Open the page in a graphical browser. Return whether this session has one."""
-    remote = "SSH_CONNECTION" in os.environ
     headless = sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
-    if remote or headless:
+    if "SSH_CONNECTION" in os.environ or headless:
         return False
     try:
         return webbrowser.open(url)

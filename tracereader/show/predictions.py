@@ -40,8 +40,7 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
         if verdict.why_not and not verdict.holds:
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(decided) < len(answers):
-        left = len(answers) - len(decided)
-        said = f"{_about_the_gpu(left, 'more ')}, and this run was on the CPU" if decided else ""
+        said = f"{_about_the_gpu(len(answers) - len(decided), 'more ')}, and this run was on the CPU" if decided else ""
         if references.of(Path(summary.source.trace), GPU_REFERENCE):
             add = "the same command with --on h200 plays this lesson on the trace of an NVIDIA H200"
             said = f"{said}: {add}" if said else add

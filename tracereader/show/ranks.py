@@ -99,11 +99,10 @@ def rank_as_builtins(one: RankFigures) -> dict:
 
 def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
     """Return the summary with the figures, collectives, groups and messages of only one rank."""
-    ranks = tuple(one for one in summary.ranks if one.rank == rank)
     pairs = tuple(one for one in summary.pairs if rank in (one.source, one.destination))
     fields = ("matched", "groups", "messages")
     among = {name: tuple(one for one in getattr(summary, name) if rank in one.ranks) for name in fields}
-    return replace(summary, ranks=ranks, pairs=pairs, **among)
+    return replace(summary, ranks=tuple(one for one in summary.ranks if one.rank == rank), pairs=pairs, **among)
 
 
 def _wanted(summary: RanksSummary, view: View) -> list[str]:
@@ -182,9 +181,8 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
 
 
 def _header(summary: RanksSummary) -> str:
-    count = len(summary.ranks)
     hosts = f" on {len(summary.clocks.hosts):,} hosts" if len(summary.clocks.hosts) > 1 else ""
-    words = [f"{count:,} of {counted(summary.world_size, 'rank')}{hosts}"]
+    words = [f"{len(summary.ranks):,} of {counted(summary.world_size, 'rank')}{hosts}"]
     if summary.steps:
         first, last = (name.removeprefix(STEP[:-1]) for name in (summary.steps[0], summary.steps[-1]))
         named = first if first == last else f"{first} to {last}"
@@ -264,11 +262,9 @@ def left_out(summary: RanksSummary) -> list[str]:
     found = []
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
-        them = "it" if len(summary.missing) == 1 else "them"
-        found.append(f"missing: {missing}; who waits for {them} is not known")
+        found.append(f"missing: {missing}; who waits for {'it' if len(summary.missing) == 1 else 'them'} is not known")
     for path, why in list(summary.not_read.items())[:5]:
-        shown = path if is_url(path) else text.shown_path(Path(path))
-        found.append(f"left out: {shown}: {findings.why_not_read(why)}")
+        found.append(f"left out: {path if is_url(path) else text.shown_path(Path(path))}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
     return found
@@ -307,8 +303,7 @@ def _lacking(summary: RanksSummary) -> str:
     """Return a sentence on the ranks that lack steps of others."""
     every, lacking = dict.fromkeys(name for names in summary.other_steps.values() for name in names), {}
     for one in summary.ranks:
-        having = summary.other_steps.get(one.rank, ())
-        lacking[one.rank] = tuple(name for name in every if name not in having)
+        lacking[one.rank] = tuple(name for name in every if name not in summary.other_steps.get(one.rank, ()))
     told = []
     alike = grouped((names, rank) for rank, names in lacking.items() if names)
     for names, ranks in sorted(alike.items(), key=lambda item: len(item[1])):

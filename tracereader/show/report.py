@@ -67,9 +67,8 @@ def opened(
 @contextlib.contextmanager
 def _progress_of(path: Path) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows at a terminal what is done with a trace."""
-    name = printable(path.name)
     with progress.shown() as show:
-        yield lambda text: show(f"{name}: {text}")
+        yield lambda text: show(f"{printable(path.name)}: {text}")
 
 
 def chosen_step(trace: Trace, number: int | None) -> Step | None:
@@ -289,8 +288,7 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     whose = " on the busiest GPU" * (len(summary.source.devices) > 1)
     between = " and " if count == 2 else " to "
     of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else f", {held[0].number}" if held else ""
-    where = "" if whose else " on the GPU"
-    title = f"where the step goes{whose}: {unit(whole)} {unit.name}{where}{of}"
+    title = f"where the step goes{whose}: {unit(whole)} {unit.name}{'' if whose else ' on the GPU'}{of}"
     # With uneven steps, or a single one, the mean of these steps is not the step's time of the header.
     is_step = abs(whole - summary.recorded_step_us) <= steps.SAME_TIME * summary.recorded_step_us
     share = "of the step" if is_step else f"of {unit(whole)} {unit.name}"
@@ -356,8 +354,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
         if summary.recording.mixed is not None:
             of = " in a step, on average of all,"
-        # The share is of the whole wait, whose length is in the head: it is of one step, and the row of the step above
-        # is the mean of several steps.
+        # The share is of the wait in the head: that is of one step, the row of the step above a mean of several.
         heads = (f"the GPU waits{of} while the launching thread is in", unit.name, f"of {unit(idle)} {unit.name}")
         tables.append((heads, rows, functions))
     for title, places in (

@@ -27,7 +27,6 @@ def show(
 
     names: those of all kernels of the report. numbered_script: whether one made the trace, so that its flags are known.
     """
-    asked = not view.usual
     shown = found[: view.most(ROWS)]
     if not shown:
         out.print("[bold]the same activities over the steps[/bold]: none in every step")
@@ -58,7 +57,7 @@ def show(
         advice = "record with --active 20" if numbered_script else "record 20"
         paragraph(out, f"{few} too few to distinguish an outlier from a trend: {advice}")
         return
-    if not asked or len(shown[0].us) < ENOUGH:
+    if view.usual or len(shown[0].us) < ENOUGH:
         return
     paragraph(out, "ramp: the last quarter's median over the first's. A line's lowest bar is its fastest step")
     one = shown[0]

@@ -267,9 +267,8 @@ class Unit(msgspec.Struct, frozen=True):
         if value is None:
             return "–"
         least = 10**-self.digits
-        if 0 < value / self.us < least / 2:
-            return f"<{least:.{self.digits}f}"
-        return f"{value / self.us:,.{self.digits}f}"
+        rounds_to_zero = 0 < value / self.us < least / 2
+        return f"<{least:.{self.digits}f}" if rounds_to_zero else f"{value / self.us:,.{self.digits}f}"
 
     def range(self, low: float | None, high: float | None) -> str:
         """Return "low–high", or one figure if both look the same."""

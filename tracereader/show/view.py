@@ -65,9 +65,7 @@ class View(msgspec.Struct, frozen=True):
 
     def parted(self, rows: Sequence[Row], most: int = ROWS) -> tuple[Sequence[Row], Sequence[Row]]:
         """Return the rows of a table that are shown, and the others, which share one row: none, or at least two."""
-        if self.all or len(rows) <= most + 1:
-            return rows, ()
-        return rows[:most], rows[most:]
+        return (rows, ()) if self.all or len(rows) <= most + 1 else (rows[:most], rows[most:])
 
 
 def summed(view: View, rows: Sequence[tuple], width: int) -> list[tuple]:

@@ -1,8 +1,7 @@
 """Reads the list of events that prof.events().export_chrome_trace() writes: no categories, streams or launches.
 
-Everything stands on the threads of the CPU. Where a GPU worked, its activities stand on the thread that launched them,
-beside copies of the annotations around them, and each has an arrow ("s"). Versions before 1.8 put GPU activities into a
-process of their own.
+Everything stands on the CPU's threads. A GPU's activities stand on the thread that launched them, beside copies of the
+annotations around them, and each has an arrow ("s"). Versions before 1.8 put them into a process of their own.
 """
 
 import re

@@ -470,8 +470,7 @@ def _aten(family: str):
     def read(match, text):
         does = _operation(text, match.end())
         found = next((one for pattern, one in ATEN_OPERATIONS if re.match(pattern, does)), family)
-        index = "with_index" in match["name"]
-        parts = {"does": does, "types": "" if index else _types(text, match.end("name"))}
+        parts = {"does": does, "types": "" if "with_index" in match["name"] else _types(text, match.end("name"))}
         if re.search("[AB]UnaryFunctor|FunctorOn(?:Self|Other)", text[match.end() : match.end() + 200]):
             parts["other operand"] = "a scalar"
         if "vectorized" in match["name"]:
@@ -693,9 +692,8 @@ def _says(family: str, maker: str, does: str = ""):
     return lambda match, text: (family, maker, {"does": does})
 
 
-# Patterns are compiled when they are first needed, because compiling all of them takes 12 ms, a tenth of all imports.
-# The first match wins, so they go from specific to general. Each is anchored or a plain word, so that no pattern
-# scans a long name twice.
+# Patterns are compiled when first needed, because compiling all takes 12 ms, a tenth of all imports. The first match
+# wins, so they go from specific to general. Each is anchored or a plain word, so that none scans a long name twice.
 READERS = (
     # the driver
     (r"^Memcpy (\w+)|^\[CUDA memcpy ([\w -]+)\]|^Copy((?:Host|Device)To(?:Host|Device))",

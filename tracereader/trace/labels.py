@@ -14,8 +14,7 @@ GIVES_GRADIENT = "torch::autograd::AccumulateGrad"
 ACCUMULATES = f"{AUTOGRAD}{GIVES_GRADIENT}"
 # Ops of backward that give a parameter a sparse gradient.
 SPARSE_GRADIENT = ("aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward")
-# flex_attention's op and, with more letters, its backward's. Inductor's code calls neither. The op is also absent under
-# inference_mode.
+# flex_attention's op and, with more letters, its backward's. Inductor's code calls neither, inference_mode not the op.
 FLEX_ATTENTION = "FlexAttentionAutogradOp"
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
@@ -73,8 +72,7 @@ def is_phase(name: str) -> bool:
 def annotation_of(args: dict) -> str | None:
     """The annotation that a CUDA graph's capture gave to a node, by its arguments; None without one.
 
-    torch.cuda.graph_annotations writes its fields among them, and a list of annotations as JSON. Its mark of backward
-    is added.
+    torch.cuda.graph_annotations writes its fields among them, a list of them as JSON. Its mark of backward is added.
     """
     if not args.get("graph node id"):
         return None

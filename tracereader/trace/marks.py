@@ -48,9 +48,8 @@ _begin = itemgetter(0)
 class StepsBy(enum.Enum):
     """What marks the steps where no annotation is named.
 
-    RECORDED: the profiler's marks; without any, the whole recording is one step. FOUND: the same, but a loop that was
-    recorded without prof.step() has the steps that found() returns. NOTHING: the whole recording is one step, whatever
-    the profiler marked.
+    RECORDED: the profiler's marks; without any, the whole recording is one step. FOUND: the same, but a loop recorded
+    without prof.step() has the steps that found() returns. NOTHING: one step, whatever the profiler marked.
     """
 
     RECORDED = enum.auto()
@@ -183,9 +182,8 @@ def _threads(ops: Sequence[Op]) -> list[_Thread]:
         # A hook may call an optimizer for each parameter in the backward pass.
         engine = _apart([op for op in run if op.name.startswith(AUTOGRAD)]) if calls else []
         by_name = {name: _apart(_outside(sorted(some, key=start_of), engine)) for name, some in calls.items()}
-        regions = [op for op in own if op.name.startswith(REGION)]
         start, until = min([op.start for op in slices]), max([op.end for op in slices])
-        found.append(_Thread(track, run, regions, start, until, by_name))
+        found.append(_Thread(track, run, [op for op in own if op.name.startswith(REGION)], start, until, by_name))
     return sorted(found, key=lambda one: -len(one.ops))
 
 

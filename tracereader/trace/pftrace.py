@@ -256,7 +256,6 @@ class _Reader:
         self._add(_encoded({"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}))
 
     def _slice(self, time: int, one) -> None:
-        """Add the begin or the end of a slice."""
         kind, track = one.type, one.track_uuid
         if kind not in (BEGIN, END):
             return
@@ -295,7 +294,6 @@ class _Reader:
         return b",".join(found)
 
     def _arg(self, one) -> bytes:
-        """Return an argument as a member of a JSON object."""
         name = _text(one.name) if one.HasField("name") else self._name(ARGUMENTS, one.name_iid)
         return _quoted(name) + b":" + self._value(one)
 

@@ -445,8 +445,7 @@ def _kinds(steps: Sequence[Step], quality: Quality) -> tuple[Mixed | None, int |
     long = _longer({step.start: step.end - step.start for step in working})
     if on_gpu and long:
         firsts = {step.start: step.work[0].start for step in working}
-        # A step's delay on the GPU lies before its first activity, or between that and the next step's. That of the
-        # last step ends with the step.
+        # A delay on the GPU is before a step's first activity, or from it to the next step's (last step: to its end).
         pairs, last = list(pairwise(working)), working[-1]
         times = {after.start: firsts[after.start] - firsts[before.start] for before, after in pairs}
         longer = _longer(times)

@@ -1,7 +1,6 @@
 """Finds and reads traces behind URLs with fsspec. A download goes to a file without a name.
 
-fsspec is an extra of the package, and importing it takes as long as reading a small trace. It is therefore imported
-when a URL is read.
+fsspec is an extra, and its import takes as long as reading a small trace, so it is imported when a URL is read.
 """
 
 import errno

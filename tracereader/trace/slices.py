@@ -325,8 +325,7 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def outermost(self) -> list[Op]:
         """Return the outermost ops and calls of all threads, by start, with annotations of loaders and optimizers."""
-        counts = (LOADER, OPTIMIZERS)
-        found = outermost(self.roots, lambda op: op.kind != "label" or op.name.startswith(counts))
+        found = outermost(self.roots, lambda op: op.kind != "label" or op.name.startswith((LOADER, OPTIMIZERS)))
         return sorted(found, key=start_of)
 
     def named(self, wanted: Callable[[str], object]) -> list[Op]:

@@ -113,8 +113,7 @@ class Inputs:
             if not shape or not is_shape(shape):
                 found.append(None)
                 continue
-            same = isinstance(stride, list) and len(stride) == len(shape)
-            expanded = same and 0 in stride
+            expanded = isinstance(stride, list) and len(stride) == len(shape) and 0 in stride
             distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if expanded else shape
             dtype = dtype_of(type_name)
             item = dtype.bytes if dtype and dtype.is_plain else None

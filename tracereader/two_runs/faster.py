@@ -113,9 +113,7 @@ def share_kept(before: Side, after: Side) -> float:
 
 def graphs_launched(side: Side) -> int:
     """Return the number of CUDA graphs that a step launches if most of its GPU activities belong to one; else 0."""
-    if share_in_graphs(side) <= MOSTLY:
-        return 0
-    return side.summary.graph_launches or 1
+    return (side.summary.graph_launches or 1) if share_in_graphs(side) > MOSTLY else 0
 
 
 def share_in_graphs(side: Side) -> float:

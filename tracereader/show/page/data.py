@@ -130,7 +130,6 @@ def _steps(summary: Summary) -> list[dict]:
 
 
 def _named(one: object, names: Iterable[str]) -> dict:
-    """Return these attributes by name."""
     return {name: getattr(one, name) for name in names}
 
 

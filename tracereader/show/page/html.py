@@ -1,9 +1,8 @@
 """Assembles a page's file from static markup, the script, the style and the data.
 
-All content of a trace is in two blocks that a browser does not run. One is JSON, in which every character that could
-end the block or begin markup is escaped. The other is base64. The script puts the content on the page as text and draws
-it on a canvas. The content security policy forbids every request, and all scripts and styles but these two, which it
-names by their hashes.
+All content of a trace is in two blocks that a browser does not run: JSON, in which every character that could end the
+block or begin markup is escaped, and base64. The script puts it on the page as text and draws it on a canvas. The
+content security policy forbids every request, and all scripts and styles but these two, which it names by their hashes.
 """
 
 import base64

@@ -204,11 +204,10 @@ def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[st
     tops = sorted(trace.tops, key=start_of) if steps is None else [root for step in steps for root in step.roots]
     for track, some in grouped((top.track, top) for top in tops).items():
         # The walk yields parents first, but a call that outlasts its parent may start after its parent's next sibling.
-        rows = sorted(_rows(some), key=lambda row: row[0].start)
         modules = trace.modules.get(track, ()) if steps is None else ()
         if modules:
             yield f"thread {track[1]}: modules", _rows(modules)
-        yield f"thread {track[1]}", rows
+        yield f"thread {track[1]}", sorted(_rows(some), key=lambda row: row[0].start)
 
 
 def _rows(roots: Sequence[Op]) -> list[tuple[Op, int]]:
