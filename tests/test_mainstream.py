@@ -16,7 +16,7 @@ from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 
 import tracereader.cli
-from tracereader.changes import layout, optimizer, precision, vetoes, waits
+from tracereader.changes import layout, optimizer, precision, waits
 from tracereader.changes.opportunity import is_worth_showing, priced
 from tracereader.findings.recording import estimate_us, is_gpu_bound
 from tracereader.replay.changes import step_us_at
@@ -222,37 +222,6 @@ def test_batch_norms_in_fp16_are_cudnns_also_after_the_change():
     norms = of_a_step(raw_events(base("face_verification")), by_channel)
     assert norms and all("half" in kernel["name"] for kernel, _ in norms)
     assert not precision._slower_in_bf16(case_of(base("face_verification")))
-
-
-def test_a_long_filter_in_groups_is_not_told_to_be_computed_in_two_bytes():
-    (sizes,) = {
-        str(e["args"]["Input Dims"][:2])
-        for e in raw_events(base("call_transcriber"))
-        if e["name"] == "aten::convolution" and e["args"]["Input Dims"][1][-1] == 128
-    }
-    assert sizes == "[[8, 768, 199], [768, 48, 128]]" and saved("call_transcriber", "half") < 0
-    could_be_priced = precision.half_precision(case_of(base("call_transcriber"))) is not None
-    found = set(priced_changes(base("call_transcriber")))
-    assert could_be_priced and "half_precision" not in found and "tf32" in found
-    others = ("sound_codec", "state_space_scan", "leaf_sorter")  # two groups of 16 values, 4 values, and images
-    assert not any(vetoes.has_long_grouped_convolutions(case_of(base(name))) for name in others)
-
-
-def test_a_long_transposed_filter_without_groups_may_be_computed_in_two_bytes(tmp_path):
-    """Its weight has fewer rows of outputs than the data has channels, as one in groups has."""
-
-    def with_long_filters(transposed, groups):
-        def edit(events):
-            for e in events:
-                if e["name"] == "aten::convolution" and e["args"]["Concrete Inputs"][6] == "True":
-                    e["args"]["Input Dims"][1][2] = 64
-                    e["args"]["Concrete Inputs"][6], e["args"]["Concrete Inputs"][8] = transposed, groups
-
-        return case_of(edited(base("sound_codec"), tmp_path, edit))
-
-    for transposed, groups in (("True", "1"), ("True", "4"), ("False", "1")):
-        assert not vetoes.has_long_grouped_convolutions(with_long_filters(transposed, groups))
-    assert vetoes.has_long_grouped_convolutions(with_long_filters("False", "4"))
 
 
 def test_a_check_of_arguments_goes_with_what_it_compares():

@@ -1,21 +1,23 @@
 """Changes of tensors' shapes and layouts: alignment, channels_last, and work in place."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tracereader.changes import prices
 from tracereader.changes.attention import scores_of, touches
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.opportunity import Proposal
-from tracereader.changes.roofline import BY_CHANNEL, TWO_BYTES, moving_us, type_of
+from tracereader.changes.roofline import BY_CHANNEL, TWO_BYTES, moving_us, multiplying_us, type_of
 from tracereader.figures.avoidable import cloned_inputs
+from tracereader.figures.convolution import convolution
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import in_backward
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import with_durations, without_ops, without_work
 from tracereader.trace import Op, Work
-from tracereader.trace.op_names import BATCHED
+from tracereader.trace.grouped import grouped
+from tracereader.trace.op_names import BATCHED, NEED_CONTIGUOUS
 from tracereader.two_runs.faster import share_in_common
 from tracereader.two_runs.same_work import (
     LEFT,
@@ -36,6 +38,9 @@ SLOW = 0.4
 # needs rows of a multiple of 16 bytes. On an H200, products by align1 kernels in bf16 take 5.7 and 6.4 times as long as
 # with padded dimensions (the committed pairs "odd_width" and "gpt2").
 ALIGNED = re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
+# Names of cuDNN's kernels: the first and last ones of a convolution by FFTs, all of them, and conversions of layouts.
+BY_FFT, OF_FFTS = re.compile(r"fft2d_|DSE::\w*fft|flip_filter"), re.compile(r"fft|region_transform|cf32|flip_filter")
+CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw")  # images or volumes
 
 
 def _follows_align_shapes(before: Side, after: Side) -> bool:
@@ -77,8 +82,7 @@ def align_shapes(case: Case) -> Proposal | None:
             us = max(us, moving_us(one.bytes_moved, case.peaks))
         if us < SLOW / prices.PRODUCT * one.us:
             times[work], spent = us, spent + one.us
-            for dimension in bad:
-                odd[dimension] = -(-dimension // 8) * 8
+            odd |= {dimension: -(-dimension // 8) * 8 for dimension in bad}
     if not times:
         return None
     padded = listed(f"{dimension:,} to {better:,}" for dimension, better in odd.items())
@@ -93,9 +97,33 @@ def align_shapes(case: Case) -> Proposal | None:
     )
 
 
-def _converts(one: GpuWork) -> bool:
-    """Return whether a kernel of cuDNN's converts the layout of images or volumes."""
-    return "nchwToNhwc" in one.name or "nhwcToNchw" in one.name
+def by_ffts(case: Case, types: str) -> list[tuple[list[Work], float]]:
+    """Return the kernels of each convolution that cuDNN computes by FFTs, and its time (µs) by products of these types.
+
+    On an H200 cuDNN chose FFTs for gradients of filters in fp32, with torch.backends.cudnn.benchmark, too. It never did
+    in bf16, and in the channels_last layout for one of eight. Conversions of layouts are not among the kernels.
+    """
+    if case.trace.backend != "cuda" or case.peaks is None or not case.named(BY_FFT.search):
+        return []
+    found = []
+    for op, some in grouped((op, work) for work, _, op in case.activities if op is not None).items():
+        places = [place for place, work in enumerate(some) if BY_FFT.search(work.name)]
+        sizes = convolution(op.name, op.inputs) if places and type_of(op) == "fp32" else None
+        if sizes is None:
+            continue
+        kernels = [work for work in some[places[0] : places[-1] + 1] if not CONVERTS.search(work.name)]
+        rate, item = prices.FILTER_GRADIENT * getattr(case.peaks, types), 4 if types == "tf32" else 2
+        us = multiplying_us(sizes.flops, rate, item * sizes.elements, case.peaks)
+        if us < sum(work.us for work in kernels):
+            found.append((kernels, us))
+    return found
+
+
+def computed_by_ffts(groups: Sequence[tuple[list[Work], float]]) -> str:
+    """Return what these kernels of by_ffts() take, and how long products of tensor cores would."""
+    spent, then = sum(work.us for some, _ in groups for work in some), sum(us for _, us in groups)
+    how = f"by FFTs, {counted(sum(len(some) for some, _ in groups), 'kernel')}"
+    return f"cuDNN computes {counted(len(groups), 'convolution')} {how}: {duration(spent)}, then about {duration(then)}"
 
 
 def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
@@ -103,7 +131,7 @@ def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
 
     There are none if the convolutions cannot have this layout.
     """
-    found = [(work, one) for work, one, _ in case.activities if _converts(one)]
+    found = [(work, one) for work, one, _ in case.activities if CONVERTS.search(one.name)]
     convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if found else ()
     layout = _channels_last_layout(convolutions) if found else None
     return (found, *layout) if layout else ([], "", "")
@@ -112,23 +140,35 @@ def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
 @change(
     "keep images in the channels_last layout",
     "convolutions take as long, batch norms in training as long as their data takes to move",
-    followed=halved(us_of(_converts), same_type, same_products, as_compiled),
+    followed=halved(
+        us_of(lambda one: CONVERTS.search(one.name) or (one.family == "convolution" and BY_FFT.search(one.name))),
+        same_type,
+        same_products,
+        as_compiled,
+    ),
     keys=("channels_last",),
 )
 def channels_last(case: Case) -> Proposal | None:
     found, layout, what = conversions(case)
-    if not found:
-        return None
-    us = sum(one.us for _, one in found)
+    if case.step.named(NEED_CONTIGUOUS.__contains__):
+        found = []  # these ops convert the layout again
     graph = without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in found), 0.0)))
-    also = ""
-    if layout == "channels_last" and (norms := _with_channels_last(case)):
+    parts = []
+    if found:
+        us = sum(one.us for _, one in found)
+        parts.append(f"{counted(len(found), 'layout conversion')} around convolutions: {duration(us)}")
+    if layout == "channels_last" and found and (norms := _with_channels_last(case)):
         graph = with_durations(graph, case.in_all_steps(norms))
         now, then = (duration(sum(some)) for some in ((one.us for one in norms), norms.values()))
-        also = f"; {counted(len(norms), 'batch norm')} with one block for each channel: {now}, then about {then}"
+        parts.append(f"{counted(len(norms), 'batch norm')} with one block for each channel: {now}, then about {then}")
+    if layout == "channels_last" and (groups := by_ffts(case, "tf32")):
+        graph = Case(case.trace, case.summary, graph).condensed(groups, prices.CALL_US)
+        parts.append(computed_by_ffts(groups))
+    if not parts:
+        return None
     return Proposal(
         graph,
-        f"{counted(len(found), 'layout conversion')} around convolutions: {duration(us)}{also}",
+        "; ".join(parts),
         f"model.to(memory_format=torch.{layout}), and the same for the {what}",
         assumed=True,
         title=f"keep {what} in the {layout} layout",
@@ -181,11 +221,10 @@ def in_place(case: Case) -> Proposal | None:
     clones, typical = case.in_each_step(cloned_inputs)
     if not typical:
         return None
-    count = sum(map(len, typical.values()))
     us = sum(work.us for some in typical.values() for op in some for work in op.work_below())
     return Proposal(
         without_ops(case.graph, [op for found in clones for some in found.values() for op in some]),
         f"the step clones the input of {listed(typical)} first: "
-        f"{counted(count, 'copy', 'copies')}, {duration(us)} of GPU time",
+        f"{counted(sum(map(len, typical.values())), 'copy', 'copies')}, {duration(us)} of GPU time",
         f"{listed(name.removeprefix('aten::') + '_' for name in typical)}, if nothing else reads the input",
     )

@@ -10,7 +10,7 @@ from operator import itemgetter
 from tracereader.changes import prices
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
-from tracereader.changes.layout import norms_by_channel
+from tracereader.changes.layout import OF_FFTS, by_ffts, computed_by_ffts, norms_by_channel
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import SOLVES, TWO_BYTES, moving_us, multiplying_us, type_of
 from tracereader.figures.decoding import weight_casts
@@ -40,6 +40,7 @@ IN_FLOAT32 = "model.float() and float32 data, if that is precise enough (NumPy's
 LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
+LONG_FILTER = 64  # values
 STAY = 0.7  # the share of the fusable kernels that remains at least if the products run on other kernels
 
 
@@ -48,18 +49,16 @@ def _aten(names: str) -> frozenset[str]:
 
 
 # What torch.autocast computes in fp32, and what in two bytes, after PyTorch's list (aten/src/ATen/autocast_mode.h). Ops
-# that are in neither list compute in their inputs' types, and in the widest of them. rms_norm is left out, because not
-# all versions of torch have it in their list.
+# in neither list compute in the widest of their inputs' types. rms_norm is left out: not all versions of torch list it.
 AUTOCAST_IN_FP32 = _aten(
-    "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist "
-    "erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm "
+    "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum "
+    "dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm "
     "linalg_matrix_norm linalg_matrix_sqrth linalg_vector_norm log log10 log1p log2 log_softmax logsumexp "
     "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm "
-    "nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss "
-    "soft_margin_loss softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d "
-    "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d "
-    "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
-    "_upsample_nearest_exact3d"
+    "nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss "
+    "softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa "
+    "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
 )
 AUTOCAST_IN_TWO_BYTES = _aten(
     "_convolution _cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm "
@@ -105,8 +104,9 @@ def tf32(case: Case) -> Proposal | None:
     if case.trace.backend != "cuda" or case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
+    of_ffts = {work for some, _ in by_ffts(case, "tf32") for work in some}  # where TF32 is allowed, too
     for work, one, op in case.activities:
-        if one.family not in MULTIPLY or not _on_cuda_cores(one, op):
+        if one.family not in MULTIPLY or work in of_ffts or OF_FFTS.search(one.name) or not _on_cuda_cores(one, op):
             continue
         reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION
         flops = one.flops or one.us * prices.PRODUCT * case.peaks.fp32 * 1e6
@@ -137,11 +137,14 @@ def tf32(case: Case) -> Proposal | None:
 )
 def half_precision(case: Case) -> Proposal | None:
     """Return a proposal to compute with bf16 or fp16 what is multiplied in fp32 or TF32."""
-    peaks = case.peaks
-    if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
+    if (peaks := case.peaks) is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
         return None
     times, converted, spent, kinds, narrow = {}, {}, 0.0, set(), 0
+    ffts = by_ffts(case, "bf16")
+    of_ffts = {work for some, _ in ffts for work in some}
     for work, one, op in case.activities:
+        if work in of_ffts:
+            continue
         if one.family in MULTIPLY and (one.name_says.get("types") or "").lower() in TWO_BYTES:
             narrow += 1
         if one.family == "attention" and one.name_says.get("types") == "fp32":
@@ -160,7 +163,7 @@ def half_precision(case: Case) -> Proposal | None:
         if us < one.us:
             times[work], spent = us, spent + one.us
             kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
-    if not times:
+    if not times and not ffts:
         return None
     products, found, also, halved = case.in_all_steps(times), len(times), "", {}
     if narrow < len(times):
@@ -172,6 +175,7 @@ def half_precision(case: Case) -> Proposal | None:
             for work, one, op in case.activities
             if one.family in (*FUSABLE, "sort and scan") and one.kind == "kernel" and id(work) not in updates
             and op is not None and type_of(op) == "fp32" and not op.name.startswith((*FOREACH, *FILLS))
+            and work not in of_ffts
         }  # fmt: skip
         halved = {work: max(one.us / 2, min(one.us, prices.LEAST_KERNEL_US)) for work, one in moving.items()}
         follows = _follows_two_bytes(case)
@@ -184,17 +188,30 @@ def half_precision(case: Case) -> Proposal | None:
     if slower:
         now, then = (duration(sum(some)) for some in ((one.us for one in slower), slower.values()))
         also += f"; batch norms take longer in bf16 in this layout: {now}, then about {then}"
+    if long_filters := long_filters_in_groups(case):
+        slower |= long_filters
+        then = duration(prices.LONG_FILTER_IN_GROUPS_US)
+        also += f"; {counted(len(long_filters), 'convolution')} in groups with a long filter may take {then} each"
+    fused = Case(case.trace, case.summary, case.condensed(ffts, prices.CALL_US))
+    also += f"; {computed_by_ffts(ffts)}" * bool(ffts)
     # A converted model casts nothing in its steps, and all its kernels move half of the bytes.
     if not case.trace.trains:
-        most = with_durations(case.graph, case.in_all_steps(halved | times | converted | slower))
+        most = with_durations(fused.graph, case.in_all_steps(halved | times | converted | slower))
         how = f"convert the model and its inputs once with .to({dtype}), or "
         all_us = sum(work.us for work in halved)
         also += f"; in a converted model, all that move data do: {duration(all_us)}" * bool(halved)
-    calls = [one.launch for one in products if one.launch is not None and not one.from_graph]
-    graph = with_durations(case.graph, case.in_all_steps(times | slower))
+    calls = {  # cuDNN needs several kernels for some convolutions
+        op if op is not None and "convolution" in op.name else work.launch: work.launch
+        for step in case.steps
+        for work, op in zip(step.work, step.asking, strict=True)
+        if work in products and work.launch is not None and not work.from_graph
+    }
+    graph = with_durations(fused.graph, case.in_all_steps(times | slower))
     return Proposal(
-        with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
-        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
+        with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls.values()]),
+        also.removeprefix("; ")
+        if not found
+        else f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
         f"{how}torch.autocast('cuda', {dtype})",
         assumed=True,
         most=most,
@@ -232,6 +249,17 @@ def _slower_in_bf16(case: Case) -> dict[Work, float]:
     """Return the time (µs) in bf16 of cuDNN's batch norms in fp32, which PyTorch computes with its own kernels then."""
     norms = norms_by_channel(case)
     return {work: prices.BATCH_NORM_IN_BF16[way] * work.us for work, way, kind, _ in norms if kind == "float"}
+
+
+def long_filters_in_groups(case: Case) -> dict[Work, float]:
+    """Return the time (µs) in two bytes of convolutions of sequences in groups with long filters, as Wav2Vec2 has."""
+    found = {}
+    for op in case.step.named("aten::convolution".__eq__):
+        sizes, kernels = op.inputs.dims_at(1) or (), list(op.work_below())
+        in_groups = op.inputs.argument(6) == "False" and op.inputs.argument(8) != "1"
+        if kernels and in_groups and len(sizes) == 3 and sizes[2] >= LONG_FILTER and type_of(op) == "fp32":
+            found[max(kernels, key=lambda one: one.dur)] = prices.LONG_FILTER_IN_GROUPS_US
+    return found
 
 
 def _wide_type(one: GpuWork, op: Op | None) -> str:

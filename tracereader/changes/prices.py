@@ -9,8 +9,7 @@ of the graph. Fewer numbers predict as well as many: `benchmarks/scoreboard.py` 
 # A call through Python that ends in a launch. A Triton kernel's takes 5.0 to 8.8 (23 recordings on two machines), an
 # optimizer's for one group of parameters 8 to 10. It is near the slowest, because a gain that does not come is worse.
 CALL = 8.5
-# The code around an op that stays, and around each parameter: 0.9 to 3.4 around an op in Inductor's code, 1.4 to 3.3
-# for a parameter.
+# The code around an op that stays (0.9 to 3.4 in Inductor's code), and around each parameter (1.4 to 3.3).
 AROUND = 2
 # A fused optimizer's step besides its tensors, and a tensor. Steps of 6 to 16 tensors take 24 to 98 (median 50, 20
 # recordings), of 36 to 53 tensors 48 to 164 (median 87, 22), of 72 to 182 tensors 77 to 259 (median 152, 22).
@@ -39,8 +38,9 @@ PARAMETERS = 100
 # Shares of the data sheet's peaks that good kernels reach on an H200. Products: 74 to 83% in bf16, 40 to 72% in TF32,
 # 50 to 75% in fp32 on CUDA cores.
 PRODUCT = 0.6
-# Convolutions: about 30% in TF32. Attention by the FLOPs of the whole matrix of scores: 36 to 66%.
-CONVOLUTION, ATTENTION = 0.3, 0.45
+# Convolutions: about 30% in TF32. A filter's gradient that cuDNN computes by FFTs, in channels_last: 1 to 20% in TF32
+# (seven shapes; those below 5% have one image). Attention by the FLOPs of the whole matrix of scores: 36 to 66%.
+CONVOLUTION, FILTER_GRADIENT, ATTENTION = 0.3, 0.1, 0.45
 # In fp32, PyTorch's attention kernel computes 65 to 130 scores in a nanosecond for heads of 16 and of 64 values (seven
 # recordings): it works on 64 values at a time.
 FP32_HEAD = 64
@@ -68,16 +68,18 @@ BATCH_NORM_PASSES = {"fw_tr": 3, "bw": 5}
 # ones take 1.0 to 1.2 and 0.8 times as long.
 BATCH_NORM_IN_BF16 = {"fw_tr": 1.6, "bw": 1.2}
 
+# µs. In two bytes, 11 of 15 convolutions of sequences in groups with filters of 64 values or more took up to 26 times
+# as long on an H200: 12,200 to 13,000 forward in groups of 48 values, also for one sample, and 33,000 backward for 64.
+LONG_FILTER_IN_GROUPS_US = 13_000
+
 # GB/s of copies between the CPU and an H200, from and to pinned memory: 55.
 PINNED_GB_S = 50
 # The share of a lookup in torch.compile's cache that is left with skip_guard_eval_unsafe: 0.14 to 0.24.
 GUARDS_LEFT = 0.2
-# The share of a loop's time that a fused optimizer takes on a CPU: 0.16 to 0.41, SGD 0.27 to 0.77 (50 to 300
-# parameters, an EPYC).
+# A fused optimizer's share of a loop's time on a CPU: 0.16 to 0.41, SGD 0.27 to 0.77 (50 to 300 parameters, an EPYC).
 FUSED_ON_THE_CPU = 0.4
 
-# Shares of a time beside communication by which compute is longer: 0.18 to 0.51 beside collectives (two H200s), 0.15 to
-# 0.27 beside a collective that waits.
+# Compute is longer by this share beside a collective: 0.18 to 0.51 (two H200s); beside one that waits: 0.15 to 0.27.
 BESIDE_A_COLLECTIVE, BESIDE_A_WAIT = 0.4, 0.2
 # The step after equal passes are computed at once takes this share more or less: 80% of 66 pairs did, because the same
 # result can be computed with few kernels or many.

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tracereader.changes.context import Case
+from tracereader.changes.layout import by_ffts
+from tracereader.changes.precision import long_filters_in_groups
 from tracereader.figures.phases import in_backward
 from tracereader.figures.steps import ops_recorded
 from tracereader.trace.op_names import FFTS, NEED_CONTIGUOUS, RNNS
 
 BATCH_NORM = "batch_norm"  # in its ops' names
-# Values. In two bytes, 8 of 10 such shapes took up to 26 times as long on an H200, forward or backward.
-LONG_FILTER = 64
 
 
 def has_rnns(case: Case) -> bool:
@@ -38,13 +38,6 @@ def has_batch_norms_of_volumes(case: Case) -> bool:
     return any(all(above.name != "aten::instance_norm" for above in op.above()) for op in of_volumes)
 
 
-def has_long_grouped_convolutions(case: Case) -> bool:
-    """Return whether the typical step convolves sequences in groups with long filters, as Wav2Vec2 does."""
-    inputs = (op.inputs for op in case.step.named("aten::convolution".__eq__))
-    filters = (one.dims_at(1) or () for one in inputs if one.argument(6) == "False" and one.argument(8) != "1")
-    return any(len(sizes) == 3 and sizes[2] >= LONG_FILTER for sizes in filters)
-
-
 class Veto(NamedTuple):
     """A change that is not proposed if a condition holds. recording: what was measured, or why it cannot be made."""
 
@@ -65,12 +58,12 @@ VETOES = (
          "a graph network with torch.sparse.mm took 5.4 ms compiled instead of 3.9"),
     Veto("fuse_pointwise", lambda case: case.trace.trains and has_rnns(case),
          "a language model with an LSTM took 12.9 ms compiled instead of 10.7"),
-    Veto("channels_last", lambda case: bool(case.step.named(NEED_CONTIGUOUS.__contains__)),
+    Veto("channels_last", lambda case: case.step.named(NEED_CONTIGUOUS.__contains__) and not by_ffts(case, "tf32"),
          "a U-Net with group norms took 7.9 ms instead of 5.8, one of volumes 50.6 instead of 42.3"),
     Veto("half_precision", lambda case: not case.trace.trains and has_convolutions_of_volumes(case),
          "a network for videos took 5.1 ms under autocast instead of 4.0"),
-    Veto("half_precision", has_long_grouped_convolutions,
-         "Wav2Vec2's took 12.2 ms in fp16 instead of 0.54, and the program 29.1 instead of 27.4"),
+    Veto("half_precision", lambda case: not case.trace.trains and bool(long_filters_in_groups(case)),
+         "a program with Wav2Vec2 took 29.1 ms instead of 27.4"),
     Veto("cuda_graph", lambda case: case.growing_keys is not None, "a graph is of one number of keys: static_cache"),
     Veto("cuda_graph", lambda case: case.recomputed_tokens is not None, "each pass has one token more: static_cache"),
     Veto("cuda_graph", lambda case: bool(case.in_flex), "each call copies from pageable memory: compile_flex"),
