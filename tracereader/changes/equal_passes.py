@@ -55,6 +55,7 @@ FROM_THE_CPU = "computes with an input of its own from the CPU"
 OWN_MODEL = "computes with a model of its own"  # of an ensemble, or of one customer or task each
 AGAIN = "calls the same model, and takes no other call's result as far as shapes show"  # as Monte Carlo dropout does
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
+OWN_SIZE = "calls the same model with an input of another size, and takes no other call's result as far as shapes show"
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
@@ -77,6 +78,9 @@ IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
 LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(r"aten::\w*(lstm|gru|rnn)").match
 # What uses a tensor of its own call before that is joined with a newer one.
+HAS_WEIGHTS = re.compile(
+    r"aten::(conv\w*|linear|addmm|embedding\w*|\w*norm|prelu|_\w*attention|_transformer\w*)$"
+).match
 LAYER_OR_POOL = re.compile(r"aten::\w*(conv|linear|pool|upsample)").match
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
@@ -93,8 +97,6 @@ CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fu
 GATES = ("aten::tanh", "aten::sigmoid")
 # What may run between two calls of a model: it makes a tensor of the size that it takes.
 KEEPS_ITS_SIZE = re.compile(r"aten::(flip|roll|\w*softmax|sigmoid|add|sub|mul|div|clamp|exp)_?$").match
-
-
 FEWER_PRODUCTS = halved(
     lambda side: len(products(side)), lambda before, after: same_flops(products(before), products(after))
 )
@@ -201,9 +203,8 @@ def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence
         _, work = _launched_from(case.trace, case.step, [(loop.starts[-1], loop.end)])
         on_cpu = _on_the_cpu(work) if loop.what == FROM_THE_CPU else ""
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
-    graph = without_work(without_cpu_time(case.graph, spans), gone)
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
-    at_once = with_durations(graph, case.in_all_steps(us))
+    at_once = with_durations(without_work(without_cpu_time(case.graph, spans), gone), case.in_all_steps(us))
     return msgspec.structs.replace(_proposed(at_once, typical, how + on_cpu, idle), error=prices.ONE_PASS_ERROR)
 
 
@@ -233,10 +234,8 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
         together = one.us
     elif one.product and one.flops and peaks:
         peak = peaks.bf16 if (one.name_says.get("types") or "").lower() in TWO_BYTES else peaks.fp32
-        good_us = multiplying_us(count * one.flops, prices.PRODUCT * peak, moved, peaks)
-        together = min(together, max(one.us, good_us))
-    least = moving_us(moved, peaks) if peaks else 0.0
-    return min(count * one.us, max(together, least, prices.LEAST_KERNEL_US))
+        together = min(together, max(one.us, multiplying_us(count * one.flops, prices.PRODUCT * peak, moved, peaks)))
+    return min(count * one.us, max(together, moving_us(moved, peaks) if peaks else 0.0, prices.LEAST_KERNEL_US))
 
 
 def _launched_from(trace: Trace, step: Step, spans: Intervals) -> tuple[list[Op], list[Work]]:
@@ -328,12 +327,11 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     begins = [op.start for op in backward_begins(trace, step)]
     for name, dim, dims, run in parts_in_turn(step):
         own = all(bisect.bisect(begins, one.start) < bisect.bisect(begins, two.start) for one, two in pairwise(run))
-        all_parts = len(run) == dims[dim] >= ALL_PARTS
         if dim == 0 or (begins and own):
             if name == COMPARES:
                 yield from _loop(run, "computes with what equals one of several values")
             else:
-                least = ALL_PARTS if all_parts else MANY_PASSES
+                least = ALL_PARTS if len(run) == dims[dim] >= ALL_PARTS else MANY_PASSES
                 yield from _loop(run, f"computes with one of the {dims[dim]:,} parts of a tensor", least)
 
 
@@ -455,6 +453,8 @@ def _over_models(trace: Trace, step: Step) -> Iterator[Loop]:
                 yield from _loop(run, OWN_MODEL, ALL_PARTS)
         for some in (roots, *(one.children for root in roots for one in root.walk())):
             for run in grouped((one.name, one) for one in some).values():
+                if _of_own_sizes(step, ops, run, begins):
+                    yield from _loop(run, OWN_SIZE, ALL_PARTS)
                 for calls, what in _apart(step, ops, run, begins, some is roots):
                     later = (one.start for one in some if one.start > calls[-1].start)
                     yield from _loop(calls, what, len(calls), min(later, default=step.end))
@@ -513,8 +513,7 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
                 return
         else:
             first, shapes = alike, {*alike[2]}
-        added = len(taking) if run else 0
-        if alike != first or not shapes or sum(id(node) in adding for node in taking) != added:
+        if alike != first or not shapes or sum(id(node) in adding for node in taking) != (len(taking) if run else 0):
             return
         run.append((ops[place].start, max(node.end for node in nodes)))
     starts, ends = zip(*run, strict=True)
@@ -525,8 +524,7 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
 
 def _uses(step: Step, op: Op, shapes: Container[str]) -> bool:
     """Return whether an op computes with a tensor of one of these shapes or with several tensors, or picks numbers."""
-    name = op.name
-    if PICKS(name) or name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
+    if PICKS(op.name) or op.name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
         return True
     return _computes(step, op) and any(str(dims) in shapes for dims in _shapes(op.inputs.recorded))
 
@@ -595,6 +593,57 @@ def _apart(
         shown = of_numbers or following[0].name in ("aten::detach", "aten::to") or _computes(step, following[0])
         if shown and (together or (is_new and results[0] not in taken)):
             yield calls, OWN_INDICES if of_numbers else AGAIN
+
+
+def _of_own_sizes(step: Step, ops: Sequence[Op], run: Sequence[Op], begins: Sequence[int]) -> bool:
+    """Return whether calls of a model in one forward have inputs of different sizes, as scenes or graphs have.
+
+    They call the same ops, and few have all sizes in common, as the steps of a layer do. Each input comes from the CPU,
+    or nothing is computed before it. Up to a pooling, each op that computes takes tensors of such sizes, and weights at
+    most, so that none takes a state; a class token looks like one. No size grows or shrinks from call to call, as the
+    keys of a text and the levels of a pyramid do.
+    """
+    if len(run) < ALL_PARTS or bisect.bisect(begins, run[0].start) < bisect.bisect(begins, run[-1].start):
+        return False
+    places = [[bisect.bisect_left(ops, time, key=start_of) for time in (one.start, one.end)] for one in run]
+    calls = [ops[begin:end] for begin, end in places]
+    sizes = {str([op.inputs.recorded for op in call]) for call in calls}
+    if 2 * len(sizes) <= len(calls) or len({tuple(op.name for op in call) for call in calls}) > 1:
+        return False
+    given = [one and list(one.shape) for one in map(_data, calls)]
+    if None in given:
+        return False
+    for (_, end), (begin, _), data in zip(places, places[1:], given[1:], strict=False):
+        computing = [op for op in ops[end:begin] if _computes(step, op)]
+        copies = [op for op in computing if any("HtoD" in one.name for one in op.work_below())]
+        others = [(op.name, op.inputs.dims_at(0) or []) for op in computing if op not in copies]
+        is_made = any(dims == data or (name.endswith("_") and math.prod(dims) > 1) for name, dims in others)
+        if computing and (is_made or all(op.inputs.dims_at(0) != data for op in copies)):
+            return False
+    before = [next((one for one in first if one not in data), None) for first, data in pairwise(given)]
+    pooled = False
+    for same in reversed(list(zip(*calls, strict=True))):
+        op, inputs = same[0], [_shapes(one.inputs.recorded) for one in same]
+        if len(set(map(len, inputs))) > 1:
+            return False
+        changing, kept = [], []
+        for column in zip(*inputs, strict=True):
+            (changing if any(one != column[0] for one in column) else kept).append(column)
+        kept = [one for one, *_ in kept if one and isinstance(one[0], int) and math.prod(one) > 1]
+        pooled |= bool(changing)
+        state = (
+            kept and not (changing and HAS_WEIGHTS(op.name)) if pooled else len(kept) > 1 and not HAS_WEIGHTS(op.name)
+        )
+        handed = any(all(n in (None, *dims) for n, dims in zip(before, one[1:], strict=True)) for one in changing)
+        if any(map(_in_order, changing)) or ((state or handed) and _computes(step, op)):
+            return False
+    return pooled
+
+
+def _in_order(shapes: Sequence[list]) -> bool:
+    """Return whether a dimension of these shapes grows or shrinks from each to the next, or stays."""
+    columns = zip(*(one for one in shapes if one and isinstance(one[0], int)), strict=False)
+    return any(len(set(one)) > 1 and list(one) in (sorted(one), sorted(one, reverse=True)) for one in columns)
 
 
 def _taken(ops: Sequence[Op], size: Callable, of_samples: bool) -> tuple[set, bool]:
@@ -697,8 +746,7 @@ def _launch_starts(step: Step) -> list[int]:
 def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES, until: float = math.inf) -> Iterator[Loop]:
     if len(run) >= least:
         starts = tuple(op.start for op in run)
-        usual = median_high([two - one for one, two in pairwise(starts)])
-        yield Loop(starts, min(starts[-1] + usual, until), what)
+        yield Loop(starts, min(starts[-1] + median_high([two - one for one, two in pairwise(starts)]), until), what)
 
 
 def _part(op: Op) -> tuple[int, int | None]:
@@ -741,8 +789,7 @@ def double_batch(case: Case) -> Proposal | None:
     itself, or in Python between ops, takes twice as long. So does each activity on the GPU, except for the optimizer's
     and the collectives, whose sizes are those of the parameters.
     """
-    summary = case.summary
-    steady = summary.steady
+    summary, steady = case.summary, case.summary.steady
     if summary.waits_for != "overhead" or steady is None or summary.training.loading or not case.trace.has_steps:
         return None
     if steady.idle_not_launched_us < MOSTLY * summary.steady_us:
