@@ -114,9 +114,8 @@ def fused_attention(case: Case) -> Proposal | None:
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
             continue
-        us = max(
-            _fused_attention_us(case, run, softmaxes, gradients), prices.SMALL_PRODUCT_US * (softmaxes + gradients)
-        )
+        least_us = prices.SMALL_PRODUCT_US * (softmaxes + gradients)
+        us = max(_fused_attention_us(case, run, softmaxes, gradients), least_us)
         spent = sum(one.us for _, one, _ in run)
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
@@ -297,8 +296,7 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     passes = (forward + prices.BACKWARD_FLOPS * backward) / (1 + masked)
     # SDPA's math backend multiplies bf16 in fp32, and backward does not name the call that it belongs to.
     calls = case.step.named(SDPA.__eq__) if in_backward(op) else [one for one in op.above() if one.name == SDPA]
-    asked = calls[0] if calls else op
-    in_two_bytes = (type_of(asked) or one.name_says.get("types")) in TWO_BYTES or any(
+    in_two_bytes = (type_of(calls[0] if calls else op) or one.name_says.get("types")) in TWO_BYTES or any(
         op is not None and op.name == "aten::copy_" and len({*op.inputs.types[:2]}) != 1 for _, _, op in run
     )
     rate = prices.ATTENTION * (peaks.bf16 if in_two_bytes else peaks.fp32) if peaks is not None else 0.0
@@ -312,8 +310,7 @@ def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward
     us = sum(item.us for item, _ in products) / (forward + 2 * backward) * passes
     types = (one.name_says.get("types") or "").lower()
     if peaks is not None and types in ("tf32", "fp32"):
-        reached = prices.PRODUCT * (peaks.tf32 if types == "tf32" else peaks.fp32)
-        us *= reached / rate
+        us *= prices.PRODUCT * (peaks.tf32 if types == "tf32" else peaks.fp32) / rate
     return us
 
 
@@ -330,8 +327,7 @@ def touches(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
     """Return whether an activity reads or writes a whole matrix of scores."""
     if op is None:
         return False
-    if one.product is not None:
-        product = one.product
+    if (product := one.product) is not None:
         sides = (product.m * product.n, product.m * product.k, product.k * product.n)
         return any(product.batch * side in scores for side in sides)
     return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)

@@ -61,8 +61,7 @@ def opportunities(
         return Refused(Reason.DISTURBED)  # its ops' times say nothing then
     show("replaying the steps")
     first = warm_up(summary)
-    graph = graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us)
-    if isinstance(graph, Refused):
+    if isinstance(graph := graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us), Refused):
         return graph if first is None else (first,)
     alone = summary.communication is not None and summary.communication.is_one_of_many
     found = worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show, alone))
@@ -112,8 +111,7 @@ def each_priced(
         vetoed = any(one.change == change.name and one.holds(case) for one in VETOES)
         if vetoed or (on_gpu and not holds_on(change.needs, backend)):
             continue
-        proposal = (change.propose if on_gpu else change.on_cpu)(case)
-        if proposal is None:
+        if (proposal := (change.propose if on_gpu else change.on_cpu)(case)) is None:
             continue
         shortens = alone and (kept := _with_collectives(case, proposal.graph)) is not proposal.graph
         if shortens:

@@ -1,6 +1,6 @@
 """The input of a proposal: the trace, its measurements, its graph, and what proposals ask of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -115,8 +115,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
         A measured step that is shorter than the recorded GPU work alone does not show it.
         """
-        alone_us = step_us_at(self.graph, 0.0)
-        return self._measured.factor or cpu_factor(self.graph, (1 + GPU_VARIES) * alone_us)
+        return self._measured.factor or cpu_factor(self.graph, (1 + GPU_VARIES) * step_us_at(self.graph, 0.0))
 
     @property
     def _hides_cpu_time(self) -> bool:
@@ -251,9 +250,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return these times (µs) of the typical step's activities for the same activities of every step."""
         return {here[one]: time for here in self.counterparts for one, time in us.items() if one in here}
 
-    def groups_in_all_steps(self, groups: Iterable[tuple[list[Work], float]]) -> list[tuple[list[Work], float]]:
+    def groups_in_all_steps(self, groups: Sequence[tuple[list[Work], float]]) -> list[tuple[list[Work], float]]:
         """Return these groups of the typical step's activities for every step that has the same activities."""
-        groups = list(groups)
         return [
             ([here[one] for one in group], us)
             for here in self.counterparts

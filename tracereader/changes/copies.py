@@ -44,8 +44,7 @@ def _no_new_heavy_work(before: Side, after: Side) -> bool:
     keys=("no_checkpoint",),
 )
 def no_recompute(case: Case) -> Proposal | None:
-    recomputed = case.summary.training.recomputed
-    if recomputed is None:
+    if (recomputed := case.summary.training.recomputed) is None:
         return None
     ops = [op for step in case.steps for op in recomputed_ops(step)]
     spans = _stretches(ops) + [span for step in case.steps for span in chain(_entering(step), _unpacking(step))]
@@ -116,20 +115,17 @@ def overlap_copies(case: Case) -> Proposal | None:
     copied = [one for one in case.activities if one[0].kind == "memcpy" and id(one[0].launch) not in case.offloads]
     batches = [(work, one) for work, one, op in copied if "HtoD" in one.name and not (op and case.is_internal(op))]
     results = [(work, one) for work, one, _ in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
-    copies = batches + results
-    if not copies:
+    if not (copies := batches + results):
         return None
     pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
     times = {work: min(one.us, (one.bytes_moved or 0) / prices.PINNED_GB_S / 1e3) for work, one in pageable}
     graph = with_durations(case.graph, case.in_all_steps(times))
     moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
-    calls = _waiting_with(work.launch for work in moved if work.launch)
     pinned = {id(work) for work, _ in pageable}
     batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
     if not any(id(work) in pinned for work, _ in batches):
         batch = "copy the next batch with non_blocking=True on a stream of its own while this one is computed"
-    small = all((one.bytes_moved or 0) <= STAGED_BYTES for _, one in batches)
-    if small:
+    if small := all((one.bytes_moved or 0) <= STAGED_BYTES for _, one in batches):
         batch = 'make these small tensors on the GPU (device="cuda"), or copy them once before the steps'
     pinned_copy = "copy results with non_blocking=True into tensors made with pin_memory=True"
     result = f"{pinned_copy}, on a stream of its own, and read them a step later"
@@ -144,7 +140,7 @@ def overlap_copies(case: Case) -> Proposal | None:
     if waits_us > WAITS_LONGER * sum(one.us for _, one in copies):
         evidence.append(f"the CPU waits for the GPU in these calls for {duration(waits_us)}, and then it would not")
     return Proposal(
-        overlapped(without_waits(graph, calls), moved),
+        overlapped(without_waits(graph, _waiting_with(work.launch for work in moved if work.launch)), moved),
         "; ".join(evidence),
         "; ".join([batch] * bool(batches) + [result] * bool(results)),
         assumed=bool(pageable),

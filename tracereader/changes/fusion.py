@@ -81,10 +81,9 @@ def _follows_fuse_pointwise(before: Side, after: Side) -> bool:
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = same_products(before, after) and attention[0] == attention[1]
     as_many = as_many and any(judge(before, after) for judge in (same_type, follows_tf32, follows_half_precision))
-    compiled = newly_compiled(before, after)
     # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
     as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
-    return compiled and as_large and (fewer or shorter) and as_many and by_calls(before, after)
+    return newly_compiled(before, after) and as_large and (fewer or shorter) and as_many and by_calls(before, after)
 
 
 @change(
@@ -132,8 +131,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         # A graph's launch does not take part in the guards, and takes less time with fewer kernels.
         in_graphs = [one for one, us in times.items() if not us and one.from_graph]
         graph = with_durations(with_smaller_graphs(case.graph, in_graphs) if in_graphs else case.graph, times)
-    converting = _conversions_less(case)
-    if converting:
+    if converting := _conversions_less(case):
         graph = with_durations(graph, case.in_all_steps(dict.fromkeys((work for work, _ in converting), 0.0)))
     kernels = sum(len(chain) for chain, _ in chains)
     seen = f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
@@ -243,7 +241,7 @@ def _between_calls(
     activities of the model. of_compiled: those whose ops are replaced.
     """
     pause = round(PAUSE_US * 1e3)
-    spans, kept = defaultdict(list), defaultdict(list)
+    spans = defaultdict(list)
     stays = [*host(step).waits, *step.named(lambda name: name.startswith(NOT_OF_THE_MODEL))]
     for work, op in zip(step.work, step.asking, strict=True):
         if work.launch is None:
@@ -253,8 +251,7 @@ def _between_calls(
             spans[top.track].append((top.start, top.end + pause))
         if work not in of_compiled:
             stays.append(op if op is not None and op.kind == "op" else work.launch)
-    for op in stays:
-        kept[op.track].append((op.start, op.end))
+    kept = grouped((op.track, (op.start, op.end)) for op in stays)
     for track, some in spans.items():
         joined = [(start, end - pause) for start, end in union(some)]
         yield from ((track, start, end) for start, end in minus(joined, union(kept[track])))
@@ -312,9 +309,8 @@ def _of_the_model(case: Case) -> list[Entry]:
 
     An uncompiled flex_attention is left out: see compile_flex. So is a loss that waits.
     """
-    not_the_models = case.launched_in(OPTIMIZERS) | outside_model(case.trace, case.step)
+    not_the_models = case.launched_in(OPTIMIZERS) | outside_model(case.trace, case.step) | _of_losses_that_wait(case)
     not_the_models |= {id(work) for op in case.step.named(ACCUMULATES.__eq__) for work in op.work_below()}
-    not_the_models |= _of_losses_that_wait(case)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
         (work, one, op)
@@ -434,9 +430,8 @@ def skip_guards(case: Case) -> Proposal | None:
     us = median(with_a_middle(each))
     spared = [min(1.0, (1 - prices.GUARDS_LEFT) * us / own) if own else 0.0 for own in each]
     parts = ((op, part) for some, part in zip(lookups, spared, strict=True) for op in some)
-    spans = [(op.track, op.start, op.start + round(op.dur * part)) for op, part in parts]
     return Proposal(
-        without_cpu_time(case.graph, spans),
+        without_cpu_time(case.graph, [(op.track, op.start, op.start + round(op.dur * part)) for op, part in parts]),
         f"a step looks up torch.compile's cache and checks guards {how_often(len(typical))}: "
         f"{duration(us)} of CPU time in the median step",
         "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after warm-up, if inputs do not change",

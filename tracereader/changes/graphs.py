@@ -210,8 +210,7 @@ def graph_as_it_is(case: Case) -> Proposal | None:
 def _graph_of_step(case: Case) -> Proposal | None:
     """Return a proposal to replay all launches of a step."""
     runs = _runs(case)
-    captured = _captured(runs, case.replayed)
-    if not captured:
+    if not (captured := _captured(runs, case.replayed)):
         return None
     copies = any(copies_input(case, op) for op in _waits_between(case, case.replayed, captured))
     return Proposal(
@@ -474,8 +473,7 @@ def update_graph(case: Case) -> Proposal | None:
             return None
         for run in launches_between_waits(case.graph, step, labels(step, (*TORCHS_STEPS, LOADER))):
             found[id(step)] += filter(_is_long, _without_pauses(run, own))
-    launches = len(_captured(found, case.replayed))
-    if not launches:
+    if not (launches := len(_captured(found, case.replayed))):
         return None
     us = sum(part[-1][0].end - part[0][0].start for part in found[id(case.replayed)]) / 1e3
     return Proposal(
@@ -599,9 +597,8 @@ def _small_graph(case: Case) -> Proposal:
     copies = 2 * sum(us for _, us in first)
     graph = with_durations(as_cuda_graph(case.graph), case.in_all_steps({first[0][0]: first[0][1] + copies}))
     launched = [step.work[0].launch for step in case.steps if step.work]
-    calls = [(call.track, call.start, prices.CALL_US) for call in launched if call is not None]
     return Proposal(
-        with_cpu_time(graph, calls),
+        with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in launched if call is not None]),
         f"{_launches(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
         "included",
         "torch.cuda.graph, with the inputs copied into the tensors that it reads",
@@ -622,11 +619,10 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
     found = proposed(Case(case.trace, case.summary, without_ops(without_waits(case.graph, waits), copies)))
     if found is None:
         return None
-    first = listed(dict.fromkeys(ways.values()))
     return msgspec.structs.replace(
         found,
         evidence=f"between {found.evidence}, {_counted_waits(case, waits)}",
-        how=f"{first}; then {found.how}",
+        how=f"{listed(dict.fromkeys(ways.values()))}; then {found.how}",
         assumed=True,
         title="drop synchronizations, then use CUDA graphs",
     )
@@ -653,11 +649,10 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     runs, captured, graphs = long_runs(case)
     if not graphs:
         return None
-    names = listed(dict.fromkeys(map(waits_in, waits)))
     return Proposal(
         as_cuda_graph(case.graph, runs),
         f"{captured:,} of {case.summary.chosen.launches:,} launches are identical in every step, in "
-        f"{counted(graphs, 'group')} between the synchronizations of {names}",
+        f"{counted(graphs, 'group')} between the synchronizations of {listed(dict.fromkeys(map(waits_in, waits)))}",
         "torch.cuda.graph for each group",
         title="use CUDA graphs between synchronizations",
     )

@@ -82,8 +82,7 @@ def _is_of_torch(before: str, after: str) -> bool:
     The engine prepares and continues backward in C++. Before an op on a list of tensors, as in clip_grad_norm_, torch
     sorts the tensors by device and type.
     """
-    in_engine = after.startswith(AUTOGRAD) and before.startswith((AUTOGRAD, FIRST_GRADIENT))
-    return in_engine or after.startswith(FOREACH)
+    return (after.startswith(AUTOGRAD) and before.startswith((AUTOGRAD, FIRST_GRADIENT))) or after.startswith(FOREACH)
 
 
 def on_launching_threads(case: Case, found: Sequence[Sequence[Stretch]]) -> list[tuple[tuple, int, int]]:

@@ -45,16 +45,14 @@ def sparse_gradients(case: Case) -> Proposal | None:
     share = sum(tables) / sum(gradients)
     updates = case.launched_in(OPTIMIZER)
     shorter = {work: (1 - share) * one.us for work, one, _ in case.activities if id(work) in updates}
-    made = [work for op, _ in typical for work in op.work_below()]
-    before = sum(work.us for work in (*shorter, *made))
+    before = sum(work.us for work in (*shorter, *(work for op, _ in typical for work in op.work_below())))
     adam = any("Adam" in one.name for one in case.summary.training.optimizers)
     each_us = (prices.SPARSE_ADAM_TABLE if adam else prices.SPARSE_TABLE) * case.launch_us
     dense = [op for some in in_steps for op, _ in some]
     shorter = case.in_all_steps(shorter)
-    # A table takes as many of the optimizer's launches as of its time.
-    launches = [work.launch for work in shorter][: round(share * len(shorter))]
     graph = without_ops(with_durations(case.graph, shorter), dense)
-    graph = without_cpu_time(graph, spans_of(launches))
+    # A table takes as many of the optimizer's launches as of its time.
+    graph = without_cpu_time(graph, spans_of([work.launch for work in shorter][: round(share * len(shorter))]))
     return Proposal(
         with_cpu_time(graph, [(op.track, op.end, each_us) for op in dense]),
         f"dense gradients of {counted(len(tables), 'table')} of embeddings are {share:.0%} of all gradients: "
@@ -68,8 +66,7 @@ def _dense_gradients(step: Step) -> list[tuple[Op, int]]:
     """Return the ops that make a dense gradient of a table with few rows in use, and the table's number of elements."""
     found = []
     for op in step.named(DENSE_BACKWARD.__contains__):
-        dims, concrete = op.inputs.dims, op.inputs.concrete
-        numbers = [int(one) for one in concrete if IS_INDEX(one)]
+        dims, numbers = op.inputs.dims, [int(one) for one in op.inputs.concrete if IS_INDEX(one)]
         if len(dims) > 1 and len(dims[0]) > 1 and numbers:
             rows, looked_up = numbers[0], math.prod(dims[1])
             if rows >= ROWS_FOR_EACH * looked_up:
@@ -104,11 +101,10 @@ def largest_first(case: Case) -> Proposal | None:
             shorter[work] = min(one.us, prices.LEAST_KERNEL_US)
     if not sorts:
         return None
-    before = sum(one.us for work, one, _ in case.activities if work in shorter)
     return Proposal(
         with_durations(case.graph, case.in_all_steps(shorter)),
         f"{counted(sorts, 'sort')} of rows of {longest:,} values, with what follows on the sorted rows: "
-        f"{duration(before)}",
+        f"{duration(sum(one.us for work, one, _ in case.activities if work in shorter))}",
         "if only the largest values matter (top-p, top-k), call torch.topk with a few hundred first",
         assumed=True,
     )
@@ -166,8 +162,7 @@ def _indexed(step: Step) -> list[tuple[Op, str]]:
 @change("pad each batch less", "nothing to half of the positions are padding, which the recording does not show")
 def trim_padding(case: Case) -> Proposal | None:
     """Return a proposal to compute no positions that a mask of each sample hides in the whole batch."""
-    hidden = _hidden_positions(case.step)
-    if not hidden:
+    if not (hidden := _hidden_positions(case.step)):
         return None
     updates = case.launched_in(OPTIMIZER)
     gradients = {str(op.inputs.dims_at(0)) for op in case.step.named(GIVES_GRADIENT.__eq__)}

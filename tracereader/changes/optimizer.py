@@ -67,11 +67,9 @@ def fused_optimizer(case: Case) -> Proposal | None:
         took = [_optimizer_us(case, step, fused) for fused in (False, True)] if updating else []
         for label in updating:
             if work := sorted(label.work_below(), key=start_of):
-                by_op = totals((one.name, one.us) for one in work)
                 # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
-                groups.append((work, 2 * by_op.most_common(1)[0][1]))
+                groups.append((work, 2 * totals((one.name, one.us) for one in work).most_common(1)[0][1]))
                 updates.append((label, took[fuses[label.name]]))
-    named = [f"{one.faster} {one.name}" for one in loops]
     launches = [(min((one.launch for one in update.work_below()), key=start_of), us) for update, us in updates]
     graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
     return Proposal(
@@ -82,7 +80,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
         ),
         listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops),
         assumed=True,
-        title=f"use the {' and the '.join(named)}",
+        title=f"use the {' and the '.join(f'{one.faster} {one.name}' for one in loops)}",
     )
 
 

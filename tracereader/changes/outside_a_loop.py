@@ -129,9 +129,7 @@ def _backward(op: Op, nodes: Nodes) -> list[tuple[str, object]]:
 
 def _stays(op: Op, nodes: Nodes) -> bool:
     """Return whether an op may not hand a state on without a gradient, as one that leaves autograd or is frozen may."""
-    if LEAVES(op.name):
-        return bool(MAKES_ITS_OWN(op.name))
-    return _has_backward(op, nodes) or not LAYERS(op.name)
+    return bool(MAKES_ITS_OWN(op.name)) if LEAVES(op.name) else _has_backward(op, nodes) or not LAYERS(op.name)
 
 
 def _is_layer(op: Op) -> bool:

@@ -40,8 +40,7 @@ REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 @change("keep gathered parameters for backward", "all parameters fit into memory", jobs_followed=gathers_less)
 def keep_parameters(case: Case) -> Proposal | None:
     """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
-    in_typical = _gathered_again(case.step)
-    if not in_typical:
+    if not (in_typical := _gathered_again(case.step)):
         return None
     work = [one for op in in_typical for one in op.work_below()]
     gathered = sum(op.name.startswith(GATHERS[0]) for op in in_typical)
@@ -68,8 +67,7 @@ def reduce_once(case: Case) -> Proposal | None:
     if not case.has(FORWARDS.__contains__):
         return None
     passes, repeated = _repeated(case.trace.steps)
-    in_typical = list(_between(repeated, case.step.start, case.step.end))
-    if not in_typical:
+    if not (in_typical := list(_between(repeated, case.step.start, case.step.end))):
         return None
     ops = [op for step in case.steps for op in _between(repeated, step.start, step.end)]
     work = [one for op in in_typical for one in op.work_below()]

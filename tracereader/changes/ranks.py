@@ -33,8 +33,7 @@ from tracereader.trace.types import dtype_of
 from tracereader.two_runs.same_jobs import SHARDED, evens_out, evens_out_stages, sends_half, splits_more
 
 OF_TRAINING = ("all-reduce", *SHARDED)
-# The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,
-# for each of its four bytes.
+# Bytes read and written to cast float32 to bf16, divide by the number of ranks and cast back, for each of four bytes.
 CASTS = 4
 EVEN_OUT = {
     "computes": "give each rank the same amount of work (sort or pack samples by length, split layers evenly)",
@@ -77,10 +76,9 @@ class RankCase(msgspec.Struct, frozen=True, dict=True):
         zero = self.trace.base_ns + self.trace.zero_us * 1000 - ahead - summary.origin_ns
         by_start = {zero + one.start: one for step in self.trace.steps for one in step.work if is_communication(one)}
         for one in communication:
-            if number in one.ranks:
-                work = by_start.get(round(one.starts_us[one.ranks.index(number)] * 1e3))
-                if work is not None:
-                    yield work, one
+            at = round(one.starts_us[one.ranks.index(number)] * 1e3) if number in one.ranks else None
+            if at in by_start:
+                yield by_start[at], one
 
     def per_step(self, us: float) -> str:
         """Return the average over the rank's steps of a time that is summed over its window, in words."""
@@ -119,8 +117,7 @@ def opportunities(
         except TraceError:  # the file may have been removed, or its server stopped
             return Refused(Reason.NOT_READ)
         show(f"replaying the steps of rank {rank.rank}")
-        graph = graph_of(trace)
-        if isinstance(graph, Refused):
+        if isinstance(graph := graph_of(trace), Refused):
             return graph
         case = RankCase(summary, rank, graph)
         if rank is pace:
@@ -153,13 +150,12 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
         default=0.0,
     )
     least = max(0.0, least - shorter_us)
-    limited = one.step_us_after < least
     after, without = max(one.step_us_after, least), one.unprofiled_step_us_after
     return msgspec.structs.replace(
         one,
         step_us_after=after,
         saves_us=one.step_us - after,
-        basis="bound" if limited else one.basis,
+        basis="bound" if one.step_us_after < least else one.basis,
         evidence=f"rank {pace.rank}: {one.evidence}",
         estimated_savings=None,  # other ranks limit the step, too
         replayed_savings=None,
@@ -271,9 +267,8 @@ def balance_ranks(case: RankCase) -> Proposal | None:
         times |= {one: times[one] * mean_us / of_ranks[case.rank.rank] for one in case.computing}
         evidence += f"; the mean rank computes {duration(mean_us)}"
     late = why is not None and any(one.part == "launches late" for one in why.reasons)
-    graph = with_cpu_speed(case.graph, _as_slow(case, slow)) if late else case.graph
     return Proposal(
-        with_durations(graph, times),
+        with_durations(with_cpu_speed(case.graph, _as_slow(case, slow)) if late else case.graph, times),
         evidence,
         EVEN_OUT[why.reasons[0].part if why is not None and why.reasons else "idle"],
         assumed=spread or any(beside.values()),

@@ -87,13 +87,10 @@ def remove_sync(case: Case) -> Proposal | None:
         how.append("multiply by the mask or use torch.where instead of indexing with a mask")
     unchecked = dict.fromkeys(filter(None, (CHECKS_ERRORS.get(waits_in(op)) for op in calls)))
     how += [f"torch.linalg.{name}, which does not check for errors" for name in unchecked]
-    others = [op for op in calls if waits_in(op) not in CHECKS_ERRORS]
-    if not choose and len(by_program) < len(others):
+    if not choose and len(by_program) < sum(waits_in(op) not in CHECKS_ERRORS for op in calls):
         reads = sum(name in READ_A_VALUE for name in once.values())
         together = "collect the values on the GPU and read them at once (torch.stack), or read them some steps later"
         how.append(together if reads >= MANY_READS else "keep the value on the GPU, or read it some steps later")
-    # Python's time between the ops of a check is part of it.
-    spans = [(check[0].track, check[0].start, check[-1].end) for check in checks]
     graph = without_ops(without_waits(case.graph, calls), [*read, *chain(*checks)])
     here, seen = [check for check in checks if case.replayed.start <= check[0].start < case.replayed.end], ""
     if here:
@@ -101,7 +98,8 @@ def remove_sync(case: Case) -> Proposal | None:
         seen = f"; {counted(len(here), 'check')} of arguments, with what they compare: {duration(us)} of CPU time"
         how.insert(0, "pass validate_args=False to torch.distributions if they make these checks")
     return Proposal(
-        without_cpu_time(graph, spans),
+        # Python's time between the ops of a check is part of it.
+        without_cpu_time(graph, [(check[0].track, check[0].start, check[-1].end) for check in checks]),
         f"the CPU waits for the GPU in each step: {each}{seen}",
         "; ".join(how),
         assumed=choose,  # computing all elements instead of the selected ones takes longer
@@ -129,8 +127,7 @@ def _validation(read: Op) -> list[Op]:
     keys=("no_anomaly_detection",),
 )
 def anomaly_detection(case: Case) -> Proposal | None:
-    checked = case.summary.debugging.checked_gradients
-    if not checked:
+    if not (checked := case.summary.debugging.checked_gradients):
         return None
     seen = f"backward checks {counted(checked, 'gradient')} for NaN"
     if case.trace.work:
@@ -139,10 +136,9 @@ def anomaly_detection(case: Case) -> Proposal | None:
     if typical:
         us = sum(end - start for _, start, end in typical) / 1e3
         seen += f", and forward records {counted(len(typical), 'traceback')} in about {duration(us)}"
+    graph = without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)])
     return Proposal(
-        without_cpu_time(
-            without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)]), chain(*found)
-        ),
+        without_cpu_time(graph, chain(*found)),
         f"{seen}, because anomaly detection is on",
         "torch.autograd.set_detect_anomaly(False), and no torch.autograd.detect_anomaly()",
         assumed=bool(typical),
@@ -174,10 +170,9 @@ def blocking(case: Case) -> Proposal | None:
         return None
     calls, here = case.in_each_step(blocking_launches)
     left = round(prices.LAUNCH_US * 1e3)
+    spans = [(op.track, op.start + left, op.end) for some in calls for op in some if op.dur > left]
     return Proposal(
-        without_cpu_time(
-            case.graph, [(op.track, op.start + left, op.end) for some in calls for op in some if op.dur > left]
-        ),
+        without_cpu_time(case.graph, spans),
         f"{counted(len(here), 'launch', 'launches')} of a step return only when their kernel has ended: "
         f"{duration(sum(op.us for op in here))} of CPU time",
         "unset CUDA_LAUNCH_BLOCKING (or HIP_LAUNCH_BLOCKING) in the program's environment",
