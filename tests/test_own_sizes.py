@@ -16,7 +16,7 @@ from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 from torch import nn
 
-from tracereader.changes.equal_passes import OWN_SIZE, all_loops, allowed
+from tracereader.changes.equal_passes import OWN_SIZE, _of_own_sizes, all_loops, allowed
 from tracereader.trace import read
 
 SIZES = (5, 9, 3, 7, 8, 4)
@@ -73,16 +73,26 @@ def test_an_input_that_may_be_made_of_results_does_not_look_so(tmp_path, edit):
     assert all(one.what != OWN_SIZE for step in trace.steps for one in all_loops(trace, step))
 
 
+def test_calls_with_a_backward_between_them_are_not_of_one_forward():
+    case = case_of(base("trajectory_forecast"))
+    ((track, modules),) = case.trace.modules.items()
+    run = [one for one in modules if MODEL.match(one.name) and case.step.start <= one.start < case.step.end]
+    ops = [op for op in case.step.outermost if op.kind == "op" and op.track == track]
+    assert _of_own_sizes(case.step, ops, run, [run[-1].end])
+    assert not _of_own_sizes(case.step, ops, run, [run[2].end, run[-1].end])
+
+
 class Bag(nn.Module):
-    """A model of a bag of rows, which may take a state or other rows beside them."""
+    """A model of a bag of rows with places, which may take a state or other rows beside them."""
 
     def __init__(self, pools=True):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 16)
-        self.score, self.read, self.pools, self.kept = nn.Linear(16, 1), nn.Linear(16, 16), pools, None
+        self.score, self.read, self.pools = nn.Linear(16, 1), nn.Linear(16, 16), pools
+        self.places = nn.Parameter(torch.randn(16, 4))
 
     def forward(self, rows, state=None, more=None, pooled=None, others=None):
-        x = self.norm(self.first(rows)).relu()
+        x = self.norm(self.first(rows + self.places[: len(rows)])).relu()
         if others is not None:
             x = nn.functional.scaled_dot_product_attention(x[None], others[None], others[None])[0]
         if more is not None:
@@ -152,6 +162,7 @@ OTHERS = [
     (as_state, True),
     (after_pooling, True),
     (attended, False),
+    (growing, True),
     (kept, True),
     (one_after_the_other, False),
     (in_layers, True),
