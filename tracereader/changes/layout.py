@@ -139,7 +139,7 @@ def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
 
 @change(
     "keep images in the channels_last layout",
-    "convolutions take as long, batch norms in training as long as their data takes to move",
+    "convolutions without FFTs take as long, batch norms in training as long as their data takes to move",
     followed=halved(
         us_of(lambda one: CONVERTS.search(one.name) or (one.family == "convolution" and BY_FFT.search(one.name))),
         same_type,
