@@ -174,16 +174,6 @@ def test_conversions_of_layouts_between_ffts_are_not_of_them(tmp_path):
     assert any("fft2d_c2r_32x32" in name for name in names) and not any("nhwcToNchw" in name for name in names)
 
 
-def test_a_convolution_of_several_kernels_is_cast_once():
-    case = case_of(base("vqvae_train"))
-    proposal, ffts = precision.half_precision(case), layout.by_ffts(case, "bf16")
-    kernels = int(re.search(r"in fp32 or TF32: ([\d,]+) kernels", proposal.evidence).group(1))
-    casts = (proposal.graph.cpu_us - case.condensed(ffts, prices.CALL_US).cpu_us) / prices.CALL_US
-    names = ("cudnn_convolution", "cudnn_convolution_transpose", "convolution_backward", "addmm", "mm", "bmm")
-    ops = sum(len(by_convolution(base("vqvae_train"), f"aten::{name}")) for name in names)
-    assert casts == pytest.approx(round(casts), abs=1e-6) and casts <= ops < kernels
-
-
 def test_a_long_filter_in_groups_takes_longer_in_two_bytes():
     events = raw_events(base("call_transcriber"))
     sizes = {

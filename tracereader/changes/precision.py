@@ -200,15 +200,10 @@ def half_precision(case: Case) -> Proposal | None:
         how = f"convert the model and its inputs once with .to({dtype}), or "
         all_us = sum(work.us for work in halved)
         also += f"; in a converted model, all that move data do: {duration(all_us)}" * bool(halved)
-    calls = {  # cuDNN needs several kernels for some convolutions
-        op if op is not None and "convolution" in op.name else work.launch: work.launch
-        for step in case.steps
-        for work, op in zip(step.work, step.asking, strict=True)
-        if work in products and work.launch is not None and not work.from_graph
-    }
+    calls = [one.launch for one in products if one.launch is not None and not one.from_graph]
     graph = with_durations(fused.graph, case.in_all_steps(times | slower))
     return Proposal(
-        with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls.values()]),
+        with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
         also.removeprefix("; ")
         if not found
         else f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
