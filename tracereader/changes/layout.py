@@ -150,8 +150,11 @@ def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
 )
 def channels_last(case: Case) -> Proposal | None:
     found, layout, what = conversions(case)
-    if case.step.named(NEED_CONTIGUOUS.__contains__):
+    if found and case.step.named(NEED_CONTIGUOUS.__contains__):
         found = []  # these ops convert the layout again
+    groups = by_ffts(case, "tf32") if layout == "channels_last" else []
+    if not found and not groups:
+        return None
     graph = without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in found), 0.0)))
     parts = []
     if found:
@@ -161,11 +164,9 @@ def channels_last(case: Case) -> Proposal | None:
         graph = with_durations(graph, case.in_all_steps(norms))
         now, then = (duration(sum(some)) for some in ((one.us for one in norms), norms.values()))
         parts.append(f"{counted(len(norms), 'batch norm')} with one block for each channel: {now}, then about {then}")
-    if layout == "channels_last" and (groups := by_ffts(case, "tf32")):
+    if groups:
         graph = Case(case.trace, case.summary, graph).condensed(groups, prices.CALL_US)
         parts.append(computed_by_ffts(groups))
-    if not parts:
-        return None
     return Proposal(
         graph,
         "; ".join(parts),
