@@ -77,10 +77,11 @@ IS_LOSS = re.compile(r"Loss(_\d+)?$").search
 # The first op of a model that takes its data beside weights, its last layer, and what passes a state on.
 TAKES_DATA = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|embedding\w*)$").match
 LAYER, KEEPS_A_STATE = re.compile(r"aten::(conv\w*|linear)$").match, re.compile(r"aten::\w*(lstm|gru|rnn)").match
-# What uses a tensor of its own call before that is joined with a newer one.
+# What takes weights beside its data.
 HAS_WEIGHTS = re.compile(
     r"aten::(conv\w*|linear|addmm|embedding\w*|\w*norm|prelu|_\w*attention|_transformer\w*)$"
 ).match
+# What uses a tensor of its own call before that is joined with a newer one.
 LAYER_OR_POOL = re.compile(r"aten::\w*(conv|linear|pool|upsample)").match
 # Ops that make whole numbers. A model may make a mask, but picks no tokens.
 PICKS = re.compile(r"aten::(arg\w+|sort|topk|multinomial)$").match
@@ -97,6 +98,8 @@ CELLS = re.compile(r"aten::(_thnn_fused_)?(lstm|gru|rnn_tanh|rnn_relu)_cell").fu
 GATES = ("aten::tanh", "aten::sigmoid")
 # What may run between two calls of a model: it makes a tensor of the size that it takes.
 KEEPS_ITS_SIZE = re.compile(r"aten::(flip|roll|\w*softmax|sigmoid|add|sub|mul|div|clamp|exp)_?$").match
+
+
 FEWER_PRODUCTS = halved(
     lambda side: len(products(side)), lambda before, after: same_flops(products(before), products(after))
 )

@@ -131,7 +131,7 @@ def conversions(case: Case) -> tuple[list[tuple[Work, GpuWork]], str, str]:
 
     There are none if the convolutions cannot have this layout.
     """
-    found = [(work, one) for work, one, _ in case.activities if CONVERTS.search(one.name)]
+    found = [(work, one) for work, one, _ in case.named(CONVERTS.search)]
     convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if found else ()
     layout = _channels_last_layout(convolutions) if found else None
     return (found, *layout) if layout else ([], "", "")

@@ -192,21 +192,22 @@ def half_precision(case: Case) -> Proposal | None:
         slower |= long_filters
         then = duration(prices.LONG_FILTER_IN_GROUPS_US)
         also += f"; {counted(len(long_filters), 'convolution')} in groups with a long filter may take {then} each"
-    fused = Case(case.trace, case.summary, case.condensed(ffts, prices.CALL_US))
-    also += f"; {computed_by_ffts(ffts)}" * bool(ffts)
+    graph = case.graph
+    if ffts:
+        graph, also = case.condensed(ffts, prices.CALL_US), f"{also}; {computed_by_ffts(ffts)}"
     # A converted model casts nothing in its steps, and all its kernels move half of the bytes.
     if not case.trace.trains:
-        most = with_durations(fused.graph, case.in_all_steps(halved | times | converted | slower))
+        most = with_durations(graph, case.in_all_steps(halved | times | converted | slower))
         how = f"convert the model and its inputs once with .to({dtype}), or "
         all_us = sum(work.us for work in halved)
         also += f"; in a converted model, all that move data do: {duration(all_us)}" * bool(halved)
     calls = [one.launch for one in products if one.launch is not None and not one.from_graph]
-    graph = with_durations(fused.graph, case.in_all_steps(times | slower))
+    if found:
+        also = f"; {listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}"
+    graph = with_durations(graph, case.in_all_steps(times | slower))
     return Proposal(
         with_cpu_time(graph, [(call.track, call.start, prices.CALL_US) for call in calls]),
-        also.removeprefix("; ")
-        if not found
-        else f"{listed(sorted(kinds))} in fp32 or TF32: {counted(found, 'kernel')}, {duration(spent)}{also}",
+        also.removeprefix("; "),
         f"{how}torch.autocast('cuda', {dtype})",
         assumed=True,
         most=most,
