@@ -101,7 +101,7 @@ def by_ffts(case: Case, types: str) -> list[tuple[list[Work], float]]:
     """Return the kernels of each convolution that cuDNN computes by FFTs, and its time (µs) by products of these types.
 
     On an H200 cuDNN chose FFTs for gradients of filters in fp32, with torch.backends.cudnn.benchmark, too. It never did
-    in bf16, and in the channels_last layout for one of eight. Conversions of layouts are not among the kernels.
+    in bf16, and in the channels_last layout for one of nine. Conversions of layouts are not among the kernels.
     """
     if case.trace.backend != "cuda" or case.peaks is None or not case.named(BY_FFT.search):
         return []
