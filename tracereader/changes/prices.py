@@ -39,7 +39,7 @@ PARAMETERS = 100
 # 50 to 75% in fp32 on CUDA cores.
 PRODUCT = 0.6
 # Convolutions: about 30% in TF32. A filter's gradient that cuDNN computes by FFTs, in channels_last: 1 to 20% in TF32
-# (eight shapes, by half of the time of both gradients). Attention by the FLOPs of the whole matrix of scores: 36 to 66%.
+# (eight shapes, by half of both gradients' time). Attention by the FLOPs of the whole matrix of scores: 36 to 66%.
 CONVOLUTION, FILTER_GRADIENT, ATTENTION = 0.3, 0.1, 0.45
 # In fp32, PyTorch's attention kernel computes 65 to 130 scores in a nanosecond for heads of 16 and of 64 values (seven
 # recordings): it works on 64 values at a time.
