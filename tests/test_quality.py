@@ -218,6 +218,24 @@ def test_the_first_calls_of_a_cold_step_are_those_that_take_longest():
     assert any(start <= product["ts"] + 1 and end >= launch["ts"] + launch["dur"] - 1 for start, end in spans)
 
 
+@pytest.mark.parametrize("loading_us", [200.0, 1_000.0, 4_000.0])
+def test_warming_up_stands_where_the_time_that_it_saves_belongs(loading_us, tmp_path, capsys):
+    loop, path = Loop(), tmp_path / "made.json"
+    loop.events.append(event("cuModuleLoadData", "cuda_driver", 2, loading_us))
+    loop.step(0, kernels=400, us=1.0, pause_us=loading_us + 4)
+    path.write_text(json.dumps({"traceEvents": loop.events, "unprofiled_step_us": 2_500.0}))
+    found = changes(path)
+    saved = {name: one.saves_us if name == "warm_up" else one.likely_share * 2_500 for name, one in found.items()}
+    assert saved["warm_up"] == loading_us
+    assert list(saved) == sorted(saved, key=saved.get, reverse=True)
+    # Its time is of the recorded step, which it alone shortens.
+    said = shown(capsys, path, "--all")
+    took_ms = (loop.events[-1]["dur"] - loading_us) / 1e3
+    assert "unprofiled step, ms" in said
+    assert f"warm up, then record again {took_ms + loading_us / 1e3:.2f} -> {took_ms:.2f} recorded" in said
+    assert "2.50 -> 0.42" in said and "2.50 -> 0.42 recorded" not in said
+
+
 def test_a_warm_step_has_no_cold_time(written):
     loop = Loop()
     for number in range(4):

@@ -65,14 +65,18 @@ def opportunities(
         return graph if first is None else (first,)
     alone = summary.communication is not None and summary.communication.is_one_of_many
     found = worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show, alone))
-    return found if first is None else (first, *found)
+    if first is None:
+        return found
+    # The others save a share of the step without these calls.
+    after = (place for place, one in enumerate(found) if one.likely_share * one.times_us[0] < first.saves_us)
+    place = next(after, len(found))
+    return (*found[:place], first, *found[place:])
 
 
 def warm_up(summary: Summary) -> Opportunity | None:
     """Return the change of a step that makes calls which a warm step does not make; None without such calls.
 
-    It comes first, because the recording does not show the step that the program repeats. What other changes save is
-    replayed without these calls.
+    What other changes save is replayed without these calls.
     """
     cold, us = summary.recording.cold_us, summary.chosen.cpu_us
     if not cold:

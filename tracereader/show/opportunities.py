@@ -42,14 +42,16 @@ def show(
     shown = found if everything else [one for one in found[:SHOWN] if one is found[0] or not one.is_unknown]
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
     all_estimated = all(one.estimated_savings and not one.is_unknown for one in shown)
+    knows_unprofiled = any(one.knows_unprofiled for one in shown)
     rows = []
     for number, one in enumerate(shown, 1):
         before, after = one.times_us
         saves = f"{'est. ' * (one.estimated_savings is not None and not all_estimated)}{_saves(one)}"
-        cells = (NOT_KNOWN, "") if one.is_unknown else (f"{unit(before)} -> {unit(after)}", saves)
+        times = f"{unit(before)} -> {unit(after)}{' recorded' * (knows_unprofiled and not one.knows_unprofiled)}"
+        cells = (NOT_KNOWN, "") if one.is_unknown else (times, saves)
         rows.append((Name(f"{number} {one.title}"), *cells))
     reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
-    step = "unprofiled step" if found[0].knows_unprofiled else "recorded step"
+    step = "unprofiled step" if knows_unprofiled else "recorded step"
     header = ("try first", f"{step}, {unit.name}", "est. saving" if all_estimated else "saves")
     print_columns(out, header, rows, section="try", below=reasons)
 
