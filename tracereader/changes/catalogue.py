@@ -23,7 +23,7 @@ from tracereader.changes import (
 )
 from tracereader.changes.change import Change
 from tracereader.changes.context import Case
-from tracereader.changes.opportunity import Opportunity, is_worth_showing, priced, worth_showing
+from tracereader.changes.opportunity import Opportunity, is_worth_showing, largest_first, priced, worth_showing
 from tracereader.changes.vetoes import VETOES
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import is_communication
@@ -65,12 +65,7 @@ def opportunities(
         return graph if first is None else (first,)
     alone = summary.communication is not None and summary.communication.is_one_of_many
     found = worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show, alone))
-    if first is None:
-        return found
-    # The others save a share of the step without these calls.
-    after = (place for place, one in enumerate(found) if one.likely_share * one.times_us[0] < first.saves_us)
-    place = next(after, len(found))
-    return (*found[:place], first, *found[place:])
+    return found if first is None else largest_first((first, *found))
 
 
 def warm_up(summary: Summary) -> Opportunity | None:

@@ -210,9 +210,16 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
     The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. If
     that time is only estimated, the middle of the estimated savings decides the order.
     """
-    worth = [one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one))]
-    likely = {id(one): one.likely_share * (CONDITIONAL if one.conditional else 1) for one in worth}
-    return tuple(sorted(worth, key=lambda one: (-likely[id(one)], -one.saves_us)))
+    return largest_first(one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one)))
+
+
+def largest_first(found: Iterable[Opportunity]) -> tuple[Opportunity, ...]:
+    """Return the opportunities in the order of the time that they save, the largest first."""
+
+    def likely_us(one: Opportunity) -> float:
+        return one.times_us[0] * one.likely_share * (CONDITIONAL if one.conditional else 1)
+
+    return tuple(sorted(found, key=lambda one: (-likely_us(one), -one.saves_us)))
 
 
 class Unprofiled(msgspec.Struct, frozen=True):
