@@ -721,7 +721,7 @@ PROGRAMS = {
                       "bf16": "half_precision"},
     session_recommendations: {"look_up": "", "count_better": "", "tf32": "tf32", "no_item": "remove_sync"},
     shop_graph: {"sparse_product": "", "nodes_first": "", "users_only": "", "degrees_once": "",
-                 "index_select": ""},
+                 "index_select": "index_select"},
     abdomen_segmentation: {"bf16": "half_precision", "channels_last": "channels_last",
                            "classes_at_once": "larger_batch", "no_item": "remove_sync"},
     quantization_aware: {"built_in": "", "compile": "fuse_pointwise", "no_if": "remove_sync",

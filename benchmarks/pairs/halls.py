@@ -144,7 +144,8 @@ class SpeechPretrainer(nn.Module):
         """Return logits of the true code and the sampled negatives: (frames of all recordings, 1 + negatives)."""
         batch, frames, dim = quantized.shape
         offsets = torch.arange(batch, device=negatives.device)[:, None, None] * frames
-        others = quantized.view(-1, dim)[(negatives + offsets).view(-1)]
+        chosen, codes = (negatives + offsets).view(-1), quantized.view(-1, dim)
+        others = codes.index_select(0, chosen) if self.change == "index_select" else codes[chosen]
         others = others.view(batch, frames, -1, dim).permute(2, 0, 1, 3)
         same = (quantized == others).all(-1)
         candidates = torch.cat([quantized[None], others], dim=0)
@@ -493,6 +494,7 @@ def click_segmentation(change):
 
 PROGRAMS = {
     speech_pretraining: {
+        "index_select": "index_select",
         "bf16_autocast": "half_precision",
         "tf32_matmul": "tf32",
         "negatives_by_matmul": "",

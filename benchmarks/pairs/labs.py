@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import compiled, device, endless, graphed, graphed_training, size, use_tf32
+from setting import compiled, device, endless, gathered, graphed, graphed_training, size, use_tf32
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,6 +121,8 @@ def mmoe_recommender(change):
     if change == "tf32":
         use_tf32()
     tables = Tables(vocabularies, 32, sparse=change == "sparse_gradients")
+    if change == "index_select":
+        gathered(tables)
     if change == "one_table":
         tables = OneTable(tables)
     model = MMoE(len(vocabularies) * 32 + 13, tasks).to(device)
@@ -939,7 +941,8 @@ def cross_validation(change):
 
 
 PROGRAMS = {
-    mmoe_recommender: {"sparse_gradients": "sparse_gradients", "one_table": "larger_batch", "tf32": "tf32",
+    mmoe_recommender: {"index_select": "index_select", "sparse_gradients": "sparse_gradients",
+                       "one_table": "larger_batch", "tf32": "tf32",
                        "stacked_experts": "larger_batch", "auc_on_device": "python"},
     conformer_ctc: {"bf16_autocast": "half_precision", "trim_padding": "trim_padding", "tf32": "tf32",
                     "sdpa": "fused_attention", "batched_features": "larger_batch"},

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import device, size
+from setting import device, gathered, size
 
 
 def _overlaps(boxes, others):
@@ -338,6 +338,8 @@ def word_vectors(change):
     words, width, pairs = size(1_000_000, 500), 128, size(2048, 16)
     sparse = change == "sparse"
     here, there = (nn.Embedding(words, width, sparse=sparse).to(device) for _ in range(2))
+    if change == "index_select":
+        gathered(here, there)
     parameters = [*here.parameters(), *there.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.05, fused=True if change == "fused" else None)
     centers = torch.randint(words, (pairs,), device=device)
@@ -415,9 +417,9 @@ PROGRAMS = {
     loop_optimizer: {"foreach": "update_graph"},
     clip_tagger: {"read_later": "remove_sync"},
     pooled_texts: {"at_once": "larger_batch"},
-    expert_layers: {"at_once": "larger_batch", "index_select": ""},
+    expert_layers: {"at_once": "larger_batch", "index_select": "index_select"},
     image_patches: {"at_once": "larger_batch"},
-    word_vectors: {"sparse": "sparse_gradients", "fused": "fused_optimizer"},
+    word_vectors: {"index_select": "index_select", "sparse": "sparse_gradients", "fused": "fused_optimizer"},
     ranked_items: {"topk": "largest_first"},
     top_p_filter: {"topk": "largest_first"},
     windowed_texts: {"is_causal": "no_mask_tensor"},

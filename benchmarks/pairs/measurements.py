@@ -585,7 +585,7 @@ PROGRAMS = {
     cautious_robot: {"replay_on_gpu": "", "critics_together": "larger_batch", "whole_step_graph": "cuda_graph",
                      "fused_adam": "fused_optimizer", "tf32": "tf32"},
     globe_mesh: {"no_checkpoint": "no_recompute", "autocast_bf16": "half_precision", "split_first_layer": "",
-                 "index_select": "", "foreach_average": "update_graph"},
+                 "index_select": "index_select", "foreach_average": "update_graph"},
     ward_risk: {"inputs_first": "loop_inputs", "whole_step_graph": "cuda_graph", "compiled_cell": "fuse_pointwise",
                 "table_on_gpu": "data_loader", "autocast_bf16": "half_precision"},
     moving_pictures: {"guidance_together": "larger_batch", "fused_attention": "fused_attention",

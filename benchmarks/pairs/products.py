@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import device, graphed, size, use_tf32
+from setting import device, gathered, graphed, size, use_tf32
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -45,6 +45,8 @@ def two_towers(change):
             return F.normalize(self.layers(found), dim=-1)
 
     users, items = Tower(user_side).to(device), Tower(item_side).to(device)
+    if change == "index_select":
+        gathered(users, items)
     everything = dict(itertools.chain(users.named_parameters("users"), items.named_parameters("items")))
     if change == "sparse":
         tables = [one for name, one in everything.items() if "tables" in name]
@@ -411,7 +413,8 @@ def sales_forecast(change):
 
 
 PROGRAMS = {
-    two_towers: {"fused": "fused_optimizer", "one_table": "larger_batch", "sparse": "sparse_gradients", "tf32": "tf32"},
+    two_towers: {"index_select": "index_select", "fused": "fused_optimizer", "one_table": "larger_batch",
+                 "sparse": "sparse_gradients", "tf32": "tf32"},
     video_matting: {"half": "half_precision", "encode_at_once": "loop_inputs", "bytes_on_gpu": "python",
                     "pinned": "overlap_copies"},
     text_reader: {"decode_on_cpu": "remove_sync", "decode_at_once": "larger_batch", "batch_x2": ("double_batch", 2),

@@ -1164,5 +1164,5 @@ PROGRAMS = {
     sac_agent: {"cuda_graph_update": "cuda_graph", "compile_networks": "fuse_pointwise", "replay_on_gpu": "python",
                 "polyak_foreach": "update_graph", "fused_adam": "fused_optimizer"},
     schnet_forces: {"padded_cuda_graph": "cuda_graph", "edges_cached": "python", "energy_index_add": "larger_batch",
-                    "index_select": "", "ema_foreach": "update_graph"},
+                    "index_select": "index_select", "ema_foreach": "update_graph"},
 }  # fmt: skip

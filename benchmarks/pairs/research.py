@@ -703,7 +703,7 @@ PROGRAMS = {
                    "no_item": "remove_sync"},
     vector_ppo: {"graph_update": "cuda_graph", "no_checks": "remove_sync", "fused": "fused_optimizer",
                  "no_item": "remove_sync"},
-    molecular_forces: {"edges_at_once": "larger_batch", "graph": "cuda_graph", "index_select": "",
+    molecular_forces: {"edges_at_once": "larger_batch", "graph": "cuda_graph", "index_select": "index_select",
                        "fused": "fused_optimizer"},
     mixture_language_model: {"sdpa": "fused_attention", "sort_tokens": "remove_sync", "grouped": "larger_batch",
                              "fused": "fused_optimizer"},

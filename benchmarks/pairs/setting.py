@@ -24,6 +24,19 @@ def compiled(model, **options):
     return torch.compile(model, backend="aot_eager") if TINY else torch.compile(model, **options)
 
 
+class Gathered(torch.nn.Embedding):
+    """An embedding that takes its rows with index_select."""
+
+    def forward(self, index):
+        return self.weight.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
+def gathered(*modules):
+    """Let the embeddings of these modules take their rows with index_select."""
+    for one in (one for module in modules for one in module.modules() if type(one) is torch.nn.Embedding):
+        one.__class__ = Gathered
+
+
 def graphed(step):
     """Return a function that replays `step` as a CUDA graph and returns its result. On the CPU it is `step`."""
     if device.type == "cpu":

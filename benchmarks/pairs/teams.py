@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import compiled, device, endless, graphed, size, use_tf32
+from setting import compiled, device, endless, gathered, graphed, size, use_tf32
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Dataset
@@ -373,6 +373,8 @@ def click_model(change):
     batches = endless(DataLoader(rows, batch_size=batch, drop_last=True, **options))
     next(batches)  # Workers, if any, start here, before CUDA does.
     model = DLRM(tables, size(32, 4), change == "one_table").to(device)
+    if change == "index_select":
+        gathered(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True if change == "fused_adam" else None)
     losses = []
 
@@ -803,9 +805,10 @@ def kalman_tracks(change):
 PROGRAMS = {
     jet_transformer: {"tf32": "tf32", "bf16": "half_precision", "sdpa": "fused_attention", "compile": "fuse_pointwise",
                       "triangle": ""},
-    protein_gat: {"heads_together": "larger_batch", "edges_once": "", "index_select": "", "segments": "",
+    protein_gat: {"heads_together": "larger_batch", "edges_once": "", "index_select": "index_select", "segments": "",
                   "compile": "fuse_pointwise"},
-    click_model: {"batch_fetch": "", "workers": "data_loader", "one_table": "larger_batch",
+    click_model: {"index_select": "index_select", "batch_fetch": "", "workers": "data_loader",
+                  "one_table": "larger_batch",
                   "fused_adam": "fused_optimizer", "bf16": "half_precision"},
     federated_round: {"clients_at_once": "larger_batch", "graph": "cuda_graph", "losses_at_end": "remove_sync",
                       "fused_sgd": "fused_optimizer", "data_on_gpu": ""},

@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import device, graphed, size
+from setting import device, gathered, graphed, size
 
 
 class Block(nn.Module):
@@ -139,6 +139,8 @@ def guest_profiles(change):
     tables = nn.ModuleList(
         [nn.Embedding(columns * many, wide)] if one_table else [nn.Embedding(many, wide) for _ in range(columns)]
     ).to(device)
+    if change == "index_select":
+        gathered(tables)
     with torch.no_grad():
         for table in tables:
             table.weight.normal_(0, 0.1)
@@ -167,5 +169,5 @@ def guest_profiles(change):
 PROGRAMS = {
     story_writers: {"together": "larger_batch"},
     curves_of_tasks: {"at_once": "larger_batch", "graph": "cuda_graph"},
-    guest_profiles: {"one_table": "larger_batch", "fused": "fused_optimizer"},
+    guest_profiles: {"index_select": "index_select", "one_table": "larger_batch", "fused": "fused_optimizer"},
 }

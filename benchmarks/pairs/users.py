@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from setting import compiled, device, endless, graphed, size, use_tf32
+from setting import compiled, device, endless, gathered, graphed, size, use_tf32
 
 
 def radiance_field(change):
@@ -802,6 +802,8 @@ def knowledge_graph(change):
     sparse = change == "sparse"
     of_entities = nn.Embedding(entities, 2 * wide, sparse=sparse).to(device)
     of_relations = nn.Embedding(relations, wide, sparse=sparse).to(device)
+    if change == "index_select":
+        gathered(of_entities, of_relations)
     reach = (margin + 2.0) / wide
     for one in (of_entities, of_relations):
         nn.init.uniform_(one.weight, -reach, reach)
@@ -964,7 +966,7 @@ PROGRAMS = {
     point_clouds: {"minimum": "remove_sync", "topk": "largest_first", "batch_x2": ("double_batch", 2),
                    "bf16": "half_precision", "fused": "fused_optimizer"},
     mesh_simulator: {"tf32": "tf32", "bf16": "half_precision", "split_product": "", "fused": "fused_optimizer",
-                     "count_in_python": "remove_sync", "index_select": ""},
+                     "count_in_python": "remove_sync", "index_select": "index_select"},
     object_tracker: {"read_once": "remove_sync", "at_once": "larger_batch", "filters_at_once": "",
                      "thread": "python", "half": "half_precision"},
     chosen_answers: {"at_once": "larger_batch", "question_once": "", "answer_logits": "",
@@ -975,7 +977,8 @@ PROGRAMS = {
                         "channels_last": "channels_last", "fused": "fused_optimizer"},
     sound_codec: {"no_anomaly_detection": "anomaly_detection", "no_check": "remove_sync", "index_add": "",
                   "tf32": "tf32", "fused": "fused_optimizer"},
-    knowledge_graph: {"workers": "data_loader", "sparse": "sparse_gradients", "compile": "fuse_pointwise",
+    knowledge_graph: {"index_select": "index_select", "workers": "data_loader", "sparse": "sparse_gradients",
+                      "compile": "fuse_pointwise",
                       "no_item": "remove_sync"},
     smoke_solver: {"check_rarely": "remove_sync", "float32": "single_precision", "convolution": "",
                    "compile": "fuse_pointwise", "scenes_x2": ("double_batch", 2)},
