@@ -25,7 +25,7 @@ from tracereader.trace.families import FUSABLE
 from tracereader.trace.intervals import length, minus, union
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER
-from tracereader.trace.op_names import FILLS, FOREACH
+from tracereader.trace.op_names import FILLS, FOREACH, aten
 from tracereader.two_runs.same_work import by_calls, compiled, halved, same_products, same_type, us_of
 from tracereader.two_runs.side import Side
 
@@ -42,15 +42,9 @@ LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 LONG_FILTER = 64  # values
 STAY = 0.7  # the share of the fusable kernels that remains at least if the products run on other kernels
-
-
-def _aten(names: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in names.split())
-
-
 # What torch.autocast computes in fp32, and what in two bytes, after PyTorch's list (aten/src/ATen/autocast_mode.h). Ops
 # in neither list compute in the widest of their inputs' types. rms_norm is left out: not all versions of torch list it.
-AUTOCAST_IN_FP32 = _aten(
+AUTOCAST_IN_FP32 = aten(
     "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum "
     "dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm "
     "linalg_matrix_norm linalg_matrix_sqrth linalg_vector_norm log log10 log1p log2 log_softmax logsumexp "
@@ -60,7 +54,7 @@ AUTOCAST_IN_FP32 = _aten(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa "
     "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
 )
-AUTOCAST_IN_TWO_BYTES = _aten(
+AUTOCAST_IN_TWO_BYTES = aten(
     "_convolution _cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm "
     "addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
     "conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot "

@@ -9,16 +9,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from tracereader.trace.kernel_names import LOOKED_AT
-from tracereader.trace.op_names import FILLS
+from tracereader.trace.op_names import FILLS, aten
 from tracereader.trace.types import BYTES_BY_CODE, Inputs, Tensor, dtype_of, is_shape
 
 FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
-
-
-def _aten(names: str) -> tuple[str, ...]:
-    return tuple(f"aten::{name}" for name in names.split())
-
-
 # Pointwise ops by the number of leading arguments that may be tensors to read; a tensor after those is out=.
 _OPERANDS = (
     (1, "abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh "
@@ -32,17 +26,17 @@ _OPERANDS = (
         "native_dropout_backward"),
     (3, "where masked_fill addcmul addcdiv lerp clamp"),
 )  # fmt: skip
-OPERANDS = {name: number for number, names in _OPERANDS for name in _aten(names)}
+OPERANDS = {name: number for number, names in _OPERANDS for name in aten(names)}
 OPERANDS |= {"LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2}
 # Ops that are measured on a CPU, where ops of one name call each other. Two runs are compared by their inputs.
-_ON_CPU = _aten("add sub mul div gelu silu relu sigmoid tanh exp rsqrt neg")
+_ON_CPU = aten("add sub mul div gelu silu relu sigmoid tanh exp rsqrt neg")
 INPUTS = {name: OPERANDS[name] for name in (*_ON_CPU, "LigerGELUMulFunction", "LigerSiLUMulFunction")}
 # Ops with a boolean result, which takes one byte per element.
-BOOLEAN_RESULT = _aten(
+BOOLEAN_RESULT = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite isneginf isposinf"
 )
 # Integer inputs give these ops an integer result. That of other ops also depends on arguments that are no tensors.
-KEEP_INTEGERS = _aten(
+KEEP_INTEGERS = aten(
     "abs neg relu sign square add sub rsub mul maximum minimum where masked_fill bitwise_not bitwise_and bitwise_or "
     "bitwise_xor"
 )

@@ -17,11 +17,11 @@ from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, minus, union
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, SPARSE_GRADIENT, is_phase
+from tracereader.trace.op_names import aten
 from tracereader.trace.waits import SYNCHRONIZES
 
 # Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.
-MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
-UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
+UNNUMBERED = tuple(aten("empty zeros ones full rand arange eye scalar_tensor to lift_fresh"))
 # torch.optim's optimizers that have fused=True, and those that have only foreach=True. Muon, LBFGS and SparseAdam have
 # neither. Two of them take sparse gradients, too: their fused form refuses these, and the foreach one loops over them.
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")

@@ -1,5 +1,11 @@
 """Names of ATen ops that the reader asks for in more than one place: one vocabulary for all of them."""
 
+
+def aten(names: str) -> frozenset[str]:
+    """Return the names of ATen ops, which are given without "aten::", separated by blanks."""
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 # Ops that only copy a value from the GPU.
