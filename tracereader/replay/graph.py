@@ -76,8 +76,6 @@ MOST_THREADS = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
-# In the names of the calls that make a stream wait for an event.
-STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
 STREAM_WAITS, STREAM, EVENT = "Stream Wait Event", "Stream Sync", "Event Sync"
 
@@ -344,7 +342,7 @@ class Builder:
         """Add the points of each runtime call that launches or waits: (time, rank there, meaning, call)."""
         launching = {one.launch.name for one in self.trace.work if one.launch is not None}
         may = set(filter(MAY_WAIT.search, self.trace.op_names))
-        between_streams = {name for name in self.trace.op_names if STREAM_WAITS_FOR in name}
+        between_streams = {name for name in self.trace.op_names if "StreamWaitEvent" in name}
         wanted = (launching | may | between_streams).__contains__
         outside = (op for root in self.trace.outside for op in root.walk() if wanted(op.name))
         for op in chain(*(step.named(wanted) for step in self.trace.steps), outside):

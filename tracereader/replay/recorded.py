@@ -39,7 +39,10 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
         parts = [replace(trace, steps=(typical(trace),), outside=())]
     else:
         if trace.quality.earlier is not None:
-            trace = _without_earlier_work(trace)
+            # The first step waits for work from before it: prepare() drops that wait.
+            first = min(one.start for one in trace.steps[0].work if one.launch is not None)
+            own = tuple(one for one in trace.work if one.launch is not None or one.start >= first)
+            trace = replace(trace, work=own)
         # Of a recording without steps, work from before its first launch does not count.
         work = trace.work if trace.has_steps else trace.steps[0].work
         if not any(step.work for step in trace.steps) or 2 * sum(one.launch is not None for one in work) < len(work):
@@ -78,12 +81,6 @@ def prepare(graph: Graph, trace: Trace, usual: Step) -> Graph:
     if trace.quality.earlier is not None:
         spans += spans_of(trace.quality.earlier.calls)
     return without_cpu_time(graph, spans) if spans else graph
-
-
-def _without_earlier_work(trace: Trace) -> Trace:
-    """Return the trace without the work from before it, for which the first step waits: prepare() drops that wait."""
-    first = min(one.start for one in trace.steps[0].work if one.launch is not None)
-    return replace(trace, work=tuple(one for one in trace.work if one.launch is not None or one.start >= first))
 
 
 def runs_on_the_cpu(trace: Trace) -> bool:
