@@ -8,9 +8,10 @@ import msgspec
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import OfInputs, by_inputs
 from tracereader.figures.steps import label_of, self_ns, self_us
-from tracereader.trace import Op, Step, Trace, all_around, dur_of
+from tracereader.trace import Op, Step, Trace, all_around
 from tracereader.trace.backends import shows_use
 from tracereader.trace.grouped import grouped
+from tracereader.trace.slices import dur_of
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -11,11 +11,12 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.steps import ops_recorded, spanned
-from tracereader.trace import Frame, Op, Step, Trace, Work, start_of
+from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, both, joined, length, length_between, minus, union
 from tracereader.trace.labels import AUTOGRAD, LOADER, is_phase
+from tracereader.trace.slices import Frame
 
 BETWEEN = ", between ops"
 BETWEEN_OPS = f"Python{BETWEEN}"

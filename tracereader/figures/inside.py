@@ -8,8 +8,9 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.gpu_work import launch_args
-from tracereader.trace import Phase, Trace, Work, start_of
+from tracereader.trace import Trace, Work, start_of
 from tracereader.trace.grouped import grouped
+from tracereader.trace.slices import Phase
 
 
 class PhaseTimes(msgspec.Struct, frozen=True):

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from tracereader.trace import Step, Trace, asking_ops
+from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
 from tracereader.trace.labels import HOLDS_MANY_LAYERS
 from tracereader.trace.op_names import MATMULS
+from tracereader.trace.slices import asking_ops
 
 
 def layer_names(trace: Trace, step: Step) -> dict[int, str]:

@@ -5,17 +5,16 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tracereader.trace import STEP, Op, Trace, asking_ops, dur_of, start_of
+from tracereader.trace import STEP, Op, Trace, start_of
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import COLLECTIVE
+from tracereader.trace.slices import asking_ops, dur_of
 
 # Names that torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
-NOT_IN_IT = frozenset(
-    {
-        "profiler::_record_function_enter", "profiler::_record_function_enter_new", "profiler::_record_function_exit",
-        "aten::is_leaf", "aten::output_nr", "aten::_version",
-    }
-)  # fmt: skip
+NOT_IN_IT = {
+    "profiler::_record_function_enter", "profiler::_record_function_enter_new", "profiler::_record_function_exit",
+    "aten::is_leaf", "aten::output_nr", "aten::_version",
+}  # fmt: skip
 EVERY_STEP = f"{STEP[:-1]}*"  # one row for all steps' marks, as in torch's table
 
 

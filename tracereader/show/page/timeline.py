@@ -15,12 +15,12 @@ from tracereader.figures.gpu_time import busiest, parts_by_device
 from tracereader.figures.regime import waits_for_gpus
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import Op, Phase, Step, Trace, Work, start_of
+from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.decoded import decoded
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
 from tracereader.trace.kernel_names import FAMILIES
-from tracereader.trace.slices import with_depths
+from tracereader.trace.slices import Phase, with_depths
 
 NOBODY = 0  # in a column of places that count from 1
 KINDS = (
@@ -31,12 +31,11 @@ COLUMNS = ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piec
 FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 # Ids that tie one event to others. Every slice has different ones, and the timeline draws the ties.
-IDS = re.compile(
+without_ids = re.compile(
     rb'"(?<!\\")(?:External id|external id|correlation|Ev Idx|Record function id|Sequence number|Fwd thread id|'
     rb'Python id|Python parent id|Python module id|cbid)"\s*:\s*-?\d+\s*,?'
-)
+).sub
 LEFT_OUT = "External id, correlation, Ev Idx, Record function id, Sequence number, Fwd thread id, Python ids, cbid"
-without_ids = IDS.sub
 TRAILING = re.compile(rb",\s*}\s*$")
 # Bytes of arguments that a page holds. Further arguments are left out, and the page gives the number of their slices.
 ARGUMENTS_HELD = 2_000_000
