@@ -90,13 +90,8 @@ def _columns_of(start: int, end: int, columns: int) -> Callable[[int], int]:
 
 def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     """Return the rows of each thread, the outermost slices first."""
-    threads: dict[tuple, list[list[Op]]] = {}
-    for op, depth in step.dispatch():
-        rows = threads.setdefault(op.track, [])
-        if len(rows) == depth:
-            rows.append([])
-        rows[depth].append(op)
-    return list(threads.values())
+    rows = grouped(((op.track, depth), op) for op, depth in step.dispatch())
+    return list(grouped((track, row) for (track, _), row in rows.items()).values())
 
 
 def _row(slices: Sequence[Op | Work | Mark], column, columns: int, glyphs: Glyphs, layers: Mapping[int, str]) -> str:
