@@ -15,11 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
-STATUSES = {
-    number: 128 + number
-    for number in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
-    if number is not None
-}
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # a system may lack some
+STATUSES = {number: 128 + number for name in NAMES if (number := getattr(signal, name, None)) is not None}
 COMMANDS = ("read-trace", "record-trace", "try-changes")
 _HERE = os.path.dirname(os.path.realpath(__file__))
 # The functions that undo things before the program ends; the newest is called first.

@@ -68,7 +68,6 @@ MUCH_IN_LOSS = 0.3
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
-GROUPED_PRODUCTS = "grouped_mm"
 # PyTorch's encoder layers in inference: as many kernels as compiled. On an H200, a ViT took 3.0 ms before and after.
 OF_MANY_KERNELS = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}.__contains__
 
@@ -286,7 +285,7 @@ def _has_unknown_sizes(case: Case) -> bool:
     """
     if any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
         return True
-    grouped = case.step.named(lambda name: GROUPED_PRODUCTS in name)
+    grouped = case.step.named(lambda name: "grouped_mm" in name)
     return any(call.kind == "runtime" and is_wait(call) for op in grouped for call in op.walk())
 
 

@@ -28,13 +28,8 @@ from tracereader.two_runs.same_work import by_calls, halved, same_heavy, the_sam
 WORKERS_SET_THE_PACE = 0.1
 MANY_READS = 8  # so many values in a step are worth to be collected
 # Ops that wait for the GPU only to report an error, and torch's variants that do not (torch.linalg's documentation).
-CHECKS_ERRORS = {
-    "aten::linalg_cholesky": "cholesky_ex",
-    "aten::linalg_inv": "inv_ex",
-    "aten::linalg_solve": "solve_ex",
-    "aten::linalg_lu_factor": "lu_factor_ex",
-    "aten::linalg_ldl_factor": "ldl_factor_ex",
-}
+CHECKING = ("cholesky", "inv", "solve", "lu_factor", "ldl_factor")
+CHECKS_ERRORS = {f"aten::linalg_{name}": f"{name}_ex" for name in CHECKING}
 # torch.distributions ends the check of each parameter with this op. Before it, it compares.
 VALIDATED = "aten::_is_all_true"
 COMPARES = re.compile(r"aten::(?:[engl][eqt]|(?:logical|bitwise)_(?:and|or|not)|__(?:and|or)__|reshape|all)")

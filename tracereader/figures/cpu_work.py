@@ -18,7 +18,6 @@ from tracereader.trace.types import dtype_of
 MUCH_FASTER = 1.1  # if a rate exceeds the measured limit by this factor, the limit was not measured properly
 # Bytes that a cache may hold. The rate of a smaller pointwise op says nothing about the memory.
 CACHED = 2**25
-WRITTEN_BY_INDUCTOR = "cpp_fused"
 
 
 class CpuWork(msgspec.Struct, frozen=True):
@@ -101,7 +100,7 @@ def _family(op: Op) -> str | None:
     for names, family in ((MATMULS, "matrix product"), (ATTENTION, "attention"), (INPUTS, "pointwise")):
         if op.name in names:
             return family
-    return "pointwise" if WRITTEN_BY_INDUCTOR in op.name else None
+    return "pointwise" if "cpp_fused" in op.name else None  # Inductor wrote it
 
 
 def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:

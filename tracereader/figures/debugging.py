@@ -10,7 +10,6 @@ CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::item")
 # Launch calls that block return after their kernels have ended. With CUDA_LAUNCH_BLOCKING=1 on an H100, all 675 of a
 # recording did, and 7 of 675 without it. Nearly all of at least so many have to.
 LEAST_LAUNCHES, NEARLY_ALL = 20, 0.95
-LAUNCHES = "LaunchKernel"  # in the calls' names, of the runtime and of the driver
 
 
 class Debugging(msgspec.Struct, frozen=True):
@@ -43,6 +42,6 @@ def gradient_checks(step: Step) -> list[Op]:
 
 def blocking_launches(step: Step) -> list[Op]:
     """Return a step's calls that launch a kernel and wait for its end, if nearly all of them do; else none."""
-    launched = [one for one in step.work if one.launch is not None and LAUNCHES in one.launch.name]
+    launched = [one for one in step.work if one.launch is not None and "LaunchKernel" in one.launch.name]
     found = [one.launch for one in launched if one.launch.start <= one.start and one.end <= one.launch.end]
     return found if len(launched) >= LEAST_LAUNCHES and len(found) >= NEARLY_ALL * len(launched) else []

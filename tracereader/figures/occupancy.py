@@ -17,7 +17,6 @@ MOST_BLOCKS = {
     (7, 0): 32, (7, 2): 32, (7, 5): 16, (8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32,
     (10, 3): 32, (11, 0): 24, (12, 0): 24, (12, 1): 24,
 }  # fmt: skip
-NVIDIAS_WARP = 32
 
 
 class Occupancy(msgspec.Struct, frozen=True):
@@ -44,7 +43,7 @@ def occupancy(
     if None in (registers, shared, block) or not all(type(one) is int and one > 0 for one in limits):
         return None
     warp, threads, register_file, shared_memory = limits
-    if warp != NVIDIAS_WARP:
+    if warp != 32:  # not an NVIDIA GPU
         return None
     warps = math.ceil(math.prod(block) / warp)
     most = threads // warp

@@ -23,7 +23,6 @@ INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
 # Sequences of 1, 2, 4, … up to this number of activities are compared to find the distance to the next equal ones; and
 # the number of most common distances that are tried. An activity that occurs once per layer gives the layer's length.
 TOGETHER, TRIED = 16, 6
-NEVER = -1
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
 
 
@@ -222,7 +221,7 @@ def _distances(kinds: Sequence[int]) -> list[int]:
     found = set()
     groups, together = kinds, 1  # groups: a number for each sequence of `together` nodes
     while True:
-        last, apart = [NEVER] * (max(groups, default=0) + 1), []
+        last, apart = [-1] * (max(groups, default=0) + 1), []
         for place, group in enumerate(groups):
             before = last[group]
             last[group] = place

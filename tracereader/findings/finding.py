@@ -16,7 +16,6 @@ from tracereader.findings.device_words import holds_on
 # A change is shown only if it saves more than this share of the step. Less exposed communication is not worth a line.
 WORTH_SHOWING = 0.02
 NO_GPU = "no GPU lane: this run was on the CPU"
-OTHER_DEVICE = "it is about another kind of device"
 # The places in a trace where a finding shows, in the cheatsheet's order.
 TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "call tree", "torch.compile"
 
@@ -75,7 +74,7 @@ class Finding(msgspec.Struct, frozen=True, dict=True):
         if self.needs_gpu and not summary.has_gpu_work:
             return Verdict(None, NO_GPU)
         if not holds_on(self.needs, summary.source.backend) and summary.has_gpu_work:
-            return Verdict(None, OTHER_DEVICE)
+            return Verdict(None, "it is about another kind of device")
         return self.judge(summary, *args, **kwargs)
 
     def __call__(self, *args, **kwargs) -> "Prediction":

@@ -13,13 +13,11 @@ from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOOKUP, PREGRAPH,
 from tracereader.trace.op_names import EMPTY, MATMULS, SLICES
 
 # Ops that only change a tensor's shape and strides (reshape does so if no copy is needed).
-VIEWS = frozenset(
-    {
-        "aten::t", "aten::transpose", "aten::permute", "aten::reshape", "aten::view", "aten::as_strided",
-        "aten::_unsafe_view", "aten::_reshape_alias", "aten::expand", "aten::squeeze", "aten::unsqueeze",
-        "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
-    }
-)  # fmt: skip
+VIEWS = {
+    "aten::t", "aten::transpose", "aten::permute", "aten::reshape", "aten::view", "aten::as_strided",
+    "aten::_unsafe_view", "aten::_reshape_alias", "aten::expand", "aten::squeeze", "aten::unsqueeze",
+    "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
+}  # fmt: skip
 # Ops that read and write no values, and take the CPU time for tensors on any device: they make views or allocate.
 ALSO_VIEWS = ("aten::flatten", "aten::movedim", "aten::unflatten", "aten::unflatten_dense_tensors", "aten::view_as")
 NO_VALUES = VIEWS.union(SLICES, EMPTY, ALSO_VIEWS, ("aten::empty_strided",))

@@ -231,7 +231,6 @@ WAITS = re.compile(rf"{MAY_WAIT.pattern}|Malloc|Free|c10d|record_param_comms|{CO
 # A cause with this share of a step's additional time explains it.
 EXPLAINS = 1 / 3
 BUSY = "something else was probably using the CPU's cores"
-WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
 
 
 def busy_machine(summary: Summary) -> str | None:
@@ -249,7 +248,7 @@ def busy_machine(summary: Summary) -> str | None:
     same = summary.source.facts.script or summary.source.shapes_recorded or short.gpu_busy_us
     supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
     longer = f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}"
-    return f"{longer}, which makes the same calls: {supposed}. {WHAT_TO_DO}"
+    return f"{longer}, which makes the same calls: {supposed}. Stop other programs (top shows them) and profile again."
 
 
 def without_records(found: Recording, whose: str = "") -> str:

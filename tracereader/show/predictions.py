@@ -13,7 +13,6 @@ from tracereader.show.text import head, paragraph, plain
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
-GPU_REFERENCE = "nvidia-h200"
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
@@ -41,7 +40,7 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(decided) < len(answers):
         said = f"{_about_the_gpu(len(answers) - len(decided), 'more ')}, and this run was on the CPU" if decided else ""
-        if references.of(Path(summary.source.trace), GPU_REFERENCE):
+        if references.of(Path(summary.source.trace), "nvidia-h200"):
             add = "the same command with --on h200 plays this lesson on the trace of an NVIDIA H200"
             said = f"{said}: {add}" if said else add
         if said:

@@ -458,14 +458,11 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
     else:
         moved = f"{size(one.bytes_moved)} moved"
         reached = f"{moved} at {one.bytes_moved / us_each / 1e3:,.1f} GB/s" if us_each else moved
-    return f"{name}{times}: {reached}{_of_best(calls)}"
-
-
-def _of_best(calls: Sequence[CpuWork]) -> str:
-    """Return the share of the best rate that the run measured, which stands for a data sheet's peak."""
-    roof, *other_roofs = {one.roof for one in calls}
+    # The best rate that the run measured stands for a data sheet's peak.
+    roof, *other_roofs = {call.roof for call in calls}
     known = roof is not None and not other_roofs
-    return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}" if known else ""
+    of_best = f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}" if known else ""
+    return f"{name}{times}: {reached}{of_best}"
 
 
 def _steps(out: Console, summary: Summary, view: View, predicted: Sequence[Prediction]) -> None:

@@ -10,8 +10,6 @@ MOST_LOOKED_AT = 100  # files of a folder without traces
 PACKED = "compressed with {}, and only gzip can be read; uncompress it first: {} {{path}}"
 ANOTHER = "read-trace reads the file that torch.profiler's export_chrome_trace writes"
 TRACES = (".json", ".json.gz", ".pt.trace.json", ".pt.trace.json.gz", ".pftrace", ".pftrace.gz")
-
-
 # Files that are no traces: a regular expression for their first bytes (as Latin-1), and a sentence on them, in which
 # "{path}" is the file. These formats begin with bytes that no trace begins with.
 BINARY = [

@@ -17,7 +17,6 @@ import msgspec
 from tracereader.command import MissingPackage
 from tracereader.trace.labels import AUTOGRAD
 
-PACKAGE = "protobuf"
 # Each message with the names, the numbers and the types of its fields. "*": the field is repeated. "|": a message has
 # at most one of its fields with this mark. Texts are bytes, because a text may be broken; so are the messages of which
 # many are equal, because those are read once, and packets, because all at once would take much memory.
@@ -103,7 +102,7 @@ def _classes() -> tuple[dict[str, type], type[Exception]]:
         from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
         from google.protobuf.message import DecodeError
     except ImportError:
-        raise MissingPackage("Perfetto's format", PACKAGE) from None
+        raise MissingPackage("Perfetto's format", "protobuf") from None
     messages: dict[str, list[str]] = {}
     for line in MESSAGES.strip().splitlines():
         name, _, fields = line.partition(": ")

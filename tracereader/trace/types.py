@@ -46,8 +46,6 @@ DTYPES = (
 )
 # The short name for each C++ spelling.
 WRITTEN = {spelling: one.name for one in DTYPES for spelling in one.written}
-
-
 # The bytes of an element, by the dtype number that an op's arguments record.
 BYTES_BY_CODE = {str(one.code): one.bytes for one in DTYPES}
 
