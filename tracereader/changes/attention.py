@@ -50,7 +50,7 @@ MASK_IS_FOURTH = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_efficient_attention",
 )
-DROPS = ("aten::native_dropout", "aten::bernoulli_")
+DROPS = ("aten::native_dropout", "aten::bernoulli_")  # the fused kernel for CPUs refuses dropout
 
 
 def _is_of_the_layer(op: Op) -> bool:
@@ -259,10 +259,7 @@ def scores_of(case: Case) -> set[int]:
 
 
 def _runs_on_scores(case: Case, scores: Container[int]) -> list[list[Entry]]:
-    """Return runs of activities that read or write a whole matrix of scores, split at other heavy kernels.
-
-    scores: the numbers of elements of such matrices.
-    """
+    """Return runs of activities that read or write matrices of so many elements, split at other heavy kernels."""
     runs: list[list[Entry]] = [[]]
     for entry in case.activities:
         _, one, op = entry
@@ -448,10 +445,7 @@ def attention_plans(case: Case) -> Proposal | None:
 
 
 def _large_attentions(case: Case, step: Step) -> Iterator[tuple[Op, list[Op], Op]]:
-    """Yield the products of each attention that is large enough to gain, and the ops that end between them.
-
-    The fused kernel for CPUs refuses dropout.
-    """
+    """Yield the products of each attention that is large enough to gain, and the ops that end between them."""
     least = LEAST_KEYS_IN_TRAINING if case.trace.trains else LEAST_KEYS
     for first, between, last in on_the_cpu(step):
         if _keys(first) >= least and not any(op.name in DROPS for op in between) and id(first) not in case.in_flex:

@@ -347,10 +347,7 @@ def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
 
 
 def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the parts of a chain that become one kernel each.
-
-    Of many reductions, as an unrolled loop has them, each is in a kernel of its own.
-    """
+    """Return the parts of a chain that become one kernel each. Of many reductions, each has a kernel of its own."""
     alone = _reductions(chain) > MANY_REDUCTIONS
     parts: list[list[Entry]] = [[]]
     for entry in chain:

@@ -116,10 +116,7 @@ def launch_args(one: Work) -> LaunchArgs:
 
 
 def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[GpuWork, ...]:
-    """Return the GPU work of the step, in order.
-
-    layers: the model's layer of an activity, by its id (see layers.py).
-    """
+    """Return the GPU work of the step, in order. layers: the model's layer by an activity's id (see layers.py)."""
     overlapping = _overlapping(trace.work)
     queries = _queries_before(trace.queries)
     peaks = common_peaks(trace.devices)

@@ -27,10 +27,7 @@ class OfInputs(msgspec.Struct):
 
 
 def by_inputs(step: Step) -> list[OfInputs]:
-    """Return a step's ops by the description of their inputs, in the order of their first calls.
-
-    Only calls with recorded tensors count.
-    """
+    """Return a step's ops with recorded tensors by the description of their inputs, in the order of first calls."""
     launches = ((one.launch.above(), one.dur) for one in step.work if one.launch is not None)
     asking = ((next((op for op in above if op.kind == "op"), None), ns) for above, ns in launches)
     launched = totals((id(op), ns) for op, ns in asking)

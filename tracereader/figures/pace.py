@@ -110,10 +110,7 @@ def working_steps(trace: Trace, usual: Step) -> list[Step]:
 
 
 def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
-    """Return each step's work on the busiest stream of all steps; all of its work if a step has none there.
-
-    The work is in the order of the starts.
-    """
+    """Return each step's work on the busiest stream of all steps, by start; all of its work if one has none there."""
     everything = [step.work for step in steps]
     if len({one.track for work in everything for one in work}) <= 1:
         return everything

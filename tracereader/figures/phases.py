@@ -74,10 +74,7 @@ def outside_model(trace: Trace, step: Step) -> set[int]:
 
 
 def of_model(trace: Trace, step: Step) -> Intervals:
-    """Return the intervals of forward and backward, with what lies between a forward and its backward.
-
-    Empty if autograd's events tie no backward to a forward.
-    """
+    """Return the intervals of forward, backward and the time between; empty if events tie no backward to a forward."""
     spans = _spans(trace, step)
     if not spans:
         return []

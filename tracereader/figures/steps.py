@@ -157,10 +157,7 @@ def lies_in(call: Op, wanted: Callable[[Op], bool], known: dict[int, bool]) -> b
 
 
 def busy_us(work: Iterable[Work]) -> float:
-    """Return the time (µs) in which the GPU was busy, over its streams; the busiest GPU's if there are several.
-
-    work: by start.
-    """
+    """Return how long (µs) the GPU was busy with work (by start), over its streams; of several, the busiest GPU's."""
     return max((length(busy) / 1e3 for busy in _busy_by_device(work).values()), default=0.0)
 
 
@@ -246,10 +243,7 @@ def _ratio(trace: Trace, step: Step, usual: Step) -> float:
 
 
 def stands_out(trace: Trace, step: Step, usual: Step) -> bool:
-    """Return whether a step takes far longer on the CPU than the typical one.
-
-    With two steps, neither can be called the outlier.
-    """
+    """Return whether a step takes far longer on the CPU than the typical one. Of two steps, neither is the outlier."""
     return len(trace.steps) > 2 and _ratio(trace, step, usual) >= STANDS_OUT
 
 

@@ -419,10 +419,7 @@ def compiled(step: StepFacts) -> str:
 
 
 def paid_for_first_use(step: StepFacts) -> bool:
-    """Return whether a first step contains cold-start work.
-
-    That is compilation, loading, or calls that the typical step does not make.
-    """
+    """Return whether a first step has cold-start work: compilation, loading, or calls that the typical step lacks."""
     more = step.excess
     if more is None:
         return False

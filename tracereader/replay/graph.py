@@ -359,12 +359,9 @@ class Builder:
                     on_thread.append((op.start + op.dur, 0, "return", op))
 
     def _is_blocked(self, call: Op) -> bool:
-        """Return whether a launch call that takes BLOCKED_NS waited for room in the launch queue.
-
-        CUDA graph launches are excluded, because they take long if the graph is large.
-        """
+        """Return whether a launch call that takes BLOCKED_NS waited for room in the launch queue."""
         if "Graph" in call.name:
-            return False
+            return False  # it takes long if the graph is large
         launched = bisect.bisect_left(self.launches, call.start) + len(self.ends) - len(self.launches)
         return launched - bisect.bisect_right(self.ends, call.start) >= QUEUED
 

@@ -14,13 +14,12 @@ from tracereader.findings.finding import family_in_words, in_one_unit, size, tok
 from tracereader.replay import Refused
 from tracereader.show import warnings
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns
-from tracereader.show.view import View
+from tracereader.show.view import View, others
 from tracereader.trace import Trace
 from tracereader.two_runs import compare, faster, sentences
 from tracereader.two_runs.side import Side
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
-ROWS_SHOWN = 8
 LIMITS = {"communication": "collectives", "neither": "CPU"}  # words that fit the table
 
 
@@ -219,16 +218,15 @@ def _times(out: Console, title: str, times: Sequence[dict[str, float]], view: Vi
         return max(values) - min(values)
 
     ordered = sorted({name for one in times for name in one}, key=lambda name: (-spread(name), name))
-    most = view.most(ROWS_SHOWN)
-    shown = ordered if most is None or len(ordered) <= most + 1 else ordered[:most]
+    shown, rest = view.parted(ordered)
     values = [[one.get(name) for one in times] for name in shown]
-    if rest := ordered[len(shown) :]:
+    if rest:
         values.append([sum(one.get(name, 0.0) for name in rest) or None for one in times])
     unit, cells = in_columns([us for row in values for us in row])
     columns = len(times)
     rows = [
         (Name(name), *cells[columns * row : columns * (row + 1)])
-        for row, name in enumerate([*shown, *([f"{len(rest):,} others"] if rest else [])])
+        for row, name in enumerate([*shown, *[others(rest)] * bool(rest)])
     ]
     heads = (f"{title}, {unit}", *(f"run {number}" for number in range(1, columns + 1)))
     print_columns(out, heads, rows or [(Name("none"), *("–" for _ in times))])

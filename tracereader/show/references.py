@@ -9,10 +9,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "traces/reference"
 
 
 def machines() -> list[str]:
-    """Return the machines whose traces are committed; empty if only the reader is installed.
-
-    Other folders may lie beside theirs, such as Python's __pycache__.
-    """
+    """Return the machines whose traces are committed; empty if only the reader is installed."""
+    # Other folders may lie beside theirs, such as Python's __pycache__.
     return sorted({one.parts[-3] for one in FOLDER.glob("*/*/*.json.gz")})
 
 

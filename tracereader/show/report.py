@@ -54,10 +54,7 @@ EXPLAINED = 12  # the largest number of calls in a step for which each pattern i
 def opened(
     path: Path, view: View, limit: int = DEFAULT_LIMIT, captures: tuple[Path, ...] = ()
 ) -> tuple[Trace, Summary]:
-    """Return a trace, and its summary with the step that was asked for. captures: see read_with_captures().
-
-    Raises BadInput.
-    """
+    """Return a trace, and its summary with the chosen step. captures: see read_with_captures(). Raises BadInput."""
     with _progress_of(path) as show:
         trace = read_with_captures(path, captures, limit, show, view.steps_by, view.process)
         show(f"measuring {counted(len(trace.steps), 'step')}")
@@ -98,10 +95,7 @@ def as_text(trace: Trace, summary: Summary, view: View, changes: Sequence[Opport
 
 
 def explain(trace: Trace, summary: Summary, view: View, changes: Sequence[Opportunity] | Refused | None = None) -> None:
-    """Print the report of one trace: the answer first, the evidence below it.
-
-    changes: what opportunities() returned, if it has been called already.
-    """
+    """Print the report of one trace: the answer, then the evidence. changes: those of opportunities(), if known."""
     predicted = predictions.predictions_of(trace)
     wanted = _wanted(summary, bool(predicted), view)
     step = trace.steps[summary.typical_index]
@@ -309,23 +303,20 @@ def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
         ("Inductor's graph" if call.name.startswith(INDUCTORS_CALL) else call.name, call)
         for call in filter(is_op, summary.cpu.chain)
     )
+    unit = _unit_of_the_step(summary)
     times = [
-        (name, sum(one.self_us for one in same), sum(one.us for one in same), len(same)) for name, same in ops.items()
+        (name, sum(one.self_us for one in same), unit(sum(one.us for one in same)), len(same))
+        for name, same in ops.items()
     ]
-    shown, rest = view.parted(sorted(times, key=lambda row: -row[1]))
-    named = labels([name for name, *_ in shown], 50)
-    rows = [(Name(named[name]), *figures) for name, *figures in shown]
-    if rest:
-        rows.append((others(rest), sum(own for _, own, _, _ in rest), None, sum(calls for *_, calls in rest)))
+    rows = summed(view, sorted(times, key=lambda row: -row[1]), 50)
     outside_us = (summary.cpu.outside_ops or 0.0) * step_us
     waiting_us = step_us - outside_us - sum(own for _, own, *_ in times)
     if summary.training.loading and one_thread and waiting_us > 0:
         rows.append(("the DataLoader, outside its ops", waiting_us, None, None))
     if outside_us:
         rows.append(("in no recorded op", outside_us, None, None))
-    unit = _unit_of_the_step(summary)
     cells = [
-        (name, unit(own), f"{own / step_us:.1%}" if step_us else "", unit(total) if total is not None else "",
+        (name, unit(own), f"{own / step_us:.1%}" if step_us else "", total or "",
          f"{calls:,}" if calls is not None else "")
         for name, own, total, calls in rows
     ]  # fmt: skip

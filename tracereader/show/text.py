@@ -69,11 +69,8 @@ def head(title: str, section: str) -> str:
 
 
 def strict_json(document: object, compact: bool = False) -> str:
-    """Return the document as strict JSON in ASCII, indented or without blanks. Numbers that are not finite become null.
-
-    msgspec takes a tenth of the time that json takes for the figures of a thousand ranks.
-    """
-    written = msgspec.json.encode(document)
+    """Return the document as strict JSON in ASCII, indented or compact. Numbers that are not finite become null."""
+    written = msgspec.json.encode(document)  # in a tenth of json's time, for the figures of a thousand ranks
     text = (written if compact else msgspec.json.format(written, indent=1)).decode()
     return BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
 

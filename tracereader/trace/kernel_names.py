@@ -678,8 +678,6 @@ LIGER = (
     r"|^_?triton_(?:llama4_|qwen2vl_m)?rope\w{0,20}$|^_?liger_\w{1,60}$|^_jsd_kernel$|^_kldiv_kernel_\w+$"
 )
 LIGER_JOBS = (("norm|dyt", "normalization"), ("glu|rope|relu", "pointwise"), ("", "reduction"))
-
-
 COPIES = {
     **dict.fromkeys(("DtoD", "Device-to-Device", "DeviceToDevice"), "within the GPU's memory"),
     **dict.fromkeys(("HtoD", "Host-to-Device", "HostToDevice"), "from the CPU's memory"),

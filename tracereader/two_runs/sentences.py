@@ -46,10 +46,7 @@ def difference(first: Side, other: Side) -> Difference:
 
 
 def flags(first: Side, other: Side) -> str:
-    """Return the flags in which two runs of numbered scripts differ, as one text; "" without any.
-
-    Only flags that both scripts have are compared.
-    """
+    """Return the flags of numbered scripts that two runs both have and that differ, as one text; "" without any."""
     before, after = (side.summary.source.facts.flags for side in (first, other))
     told = {name: tuple(_flag(name, one[name]) for one in (before, after)) for name in before if name in after}
     texts = [f"{was} → {now}" for was, now in told.values() if was != now]

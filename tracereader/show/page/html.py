@@ -22,6 +22,7 @@ SCRIPTS = (
     "sections", "roofline", "compare", "heat", "ranks", "main",
 )  # fmt: skip
 STYLES = ("page", "timeline")
+# In JSON, so that no character can end the block around it.
 ESCAPED = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -35,14 +36,9 @@ def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) 
         version=__version__,
         style=style,
         script=script,
-        figures=escaped(figures),
+        figures=strict_json(figures, compact=True).translate(ESCAPED),
         slices=_packed(slices, chunks) if slices is not None else "",
     )
-
-
-def escaped(document: object) -> str:
-    """Return a document as JSON in which no character can end the block around it."""
-    return strict_json(document, compact=True).translate(ESCAPED)
 
 
 def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
