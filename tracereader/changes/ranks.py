@@ -297,7 +297,10 @@ def _in_a_pipeline(summary: RanksSummary) -> RankFigures | None:
 
 @change("split the step into more microbatches", replayed=_in_a_pipeline, jobs_followed=splits_more)
 def microbatches(case: RankCase) -> Proposal | None:
-    """Propose twice as many microbatches of half the size: this halves filling and draining, and slows kernels."""
+    """Return the proposal of twice as many microbatches of half the size, which halves filling and draining.
+
+    The smaller kernels take longer together.
+    """
     mine = [(work, message) for work, message in case.messages if message.ranks[1] == case.rank.rank]
     received = grouped((message.step, (work, message)) for work, message in mine)
     ends = [each for some in received.values() for each in (some[0], some[-1])]
