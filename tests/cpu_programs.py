@@ -684,6 +684,108 @@ def kernel(weak):
     return step
 
 
+def trained(modules, loss):
+    """Return a step that trains these modules."""
+    optimizer = torch.optim.SGD(modules.parameters(), 0.01, foreach=True)
+    return lambda: update(optimizer, loss().square().mean())
+
+
+def experts():
+    """Each expert sees the same features, whose gradients add up."""
+    first, some = nn.Linear(24, 48), nn.ModuleList(mlp(48, 64, 16) for _ in range(6))
+    x, modules = torch.randn(32, 24), nn.ModuleList([first, some])
+
+    def loss():
+        features = first(x)
+        return torch.stack([one(features) for one in some]).mean(0)
+
+    return trained(modules, loss)
+
+
+def networks_of_variables():
+    """Each variable has a residual network, and their mean decides about their weights."""
+    firsts, seconds = (nn.ModuleList(nn.Linear(24, 24) for _ in range(5)) for _ in range(2))
+    x, modules = torch.randn(5, 32, 24), nn.ModuleList([firsts, seconds])
+
+    def loss():
+        variables = [first(one) for first, one in zip(firsts, x, strict=True)]
+        weights = torch.cat(variables, -1).mean()
+        return weights * torch.stack([one + second(one) for second, one in zip(seconds, variables, strict=True)], -1)
+
+    return trained(modules, loss)
+
+
+def hidden_states():
+    """A layer takes the result of the one before it, and all of these results are averaged."""
+    layers, x = nn.ModuleList(nn.Linear(24, 24) for _ in range(6)), torch.randn(32, 24)
+
+    def loss():
+        h, states = x, []
+        for layer in layers:
+            h = h + layer(h).tanh()
+            states.append(h)
+        return torch.stack(states)
+
+    return trained(layers, loss)
+
+
+def cascade():
+    """Each part of the channels is added to the result of the part before it, as in Res2Net."""
+    layers, x = nn.ModuleList(nn.Linear(12, 12) for _ in range(6)), torch.randn(32, 72)
+    first = nn.Linear(72, 72)
+
+    def loss():
+        result, results = torch.zeros(32, 12), []
+        for layer, part in zip(layers, first(x).chunk(6, -1), strict=True):
+            result = layer(part + result)
+            results.append(result)
+        return torch.cat(results, -1)
+
+    return trained(nn.ModuleList([first, layers]), loss)
+
+
+def own_head_of_each_state():
+    """Each time has a cell and a head of its own. The states are not joined, and no head takes another one's result."""
+    cells, heads = (nn.ModuleList(nn.Linear(24, wide) for _ in range(6)) for wide in (24, 8))
+    x, modules = torch.randn(32, 24), nn.ModuleList([cells, heads])
+
+    def loss():
+        state, results = x, []
+        for cell, head in zip(cells, heads, strict=True):
+            state = cell(state).tanh()
+            results.append(head(state))
+        return torch.stack(results)
+
+    return trained(modules, loss)
+
+
+def actors():
+    """Each agent acts by a network of its own."""
+    some, x = nn.ModuleList(mlp(24, 64, 5) for _ in range(6)), torch.randn(32, 6, 24)
+    return torch.no_grad()(lambda: torch.stack([one(x[:, i]) for i, one in enumerate(some)], 1).argmax(-1))
+
+
+def one_actor():
+    """All agents act by one network, with one pass for each."""
+    one, x = mlp(24, 64, 5), [torch.randn(32, 24) for _ in range(6)]
+    return torch.no_grad()(lambda: torch.stack([one(part) for part in x], 1).argmax(-1))
+
+
+def layers_in_turn():
+    """The results of all layers are kept, as for a probe of each of them."""
+    layers, x = nn.ModuleList(mlp(24, 24) for _ in range(6)), torch.randn(32, 24)
+
+    @torch.no_grad()
+    def step():
+        h, states = x, []
+        for layer in layers:
+            h = layer(h)
+            states.append(h)
+        return torch.stack(states).mean()
+
+    return step
+
+
 # By folder, the programs that have the weakness unless they are told otherwise, and those that do not have it.
 PROGRAMS = {
     "left_gradients": (
@@ -693,6 +795,11 @@ PROGRAMS = {
     ),
     "module_calls": ((), (refinement, two_views, shared_words)),
     "equal_passes": ((sample_loop, tables), ()),
+    "joined_passes": (
+        (),
+        (experts, networks_of_variables, actors, hidden_states, cascade, own_head_of_each_state, one_actor,
+         layers_in_turn),
+    ),
     "parts_in_training": (
         (),
         (times, times_with_layers, last_result_detached, last_result_picked, last_result_without_gradients,
@@ -707,7 +814,7 @@ PROGRAMS = {
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
 }  # fmt: skip
-APART, WITH_MODULES = ("float64", "indices"), ("module_calls",)
+APART, WITH_MODULES = ("float64", "indices"), ("module_calls", "joined_passes")
 
 
 def record(step, file, apart=False, with_modules=False):

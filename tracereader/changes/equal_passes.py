@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from statistics import median_high
 
 import msgspec
@@ -29,6 +30,7 @@ from tracereader.figures.phases import (
     forwards_of,
     in_backward,
     kept_by_step,
+    nodes_by_forward,
 )
 from tracereader.figures.places import NUMBER
 from tracereader.figures.steps import outermost_named
@@ -40,13 +42,15 @@ from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
 from tracereader.trace.intervals import Intervals, Lengths, minus, union
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS
-from tracereader.trace.op_names import CUTS, SLICES, TAKES_A_PART
+from tracereader.trace.op_names import ADDS, CUTS, SLICES, TAKES_A_PART
+from tracereader.trace.slices import innermost
 from tracereader.trace.types import Tensor
 from tracereader.two_runs.same_work import halved, products, same_flops
 
 MOSTLY = 0.5  # of a step's time
 MANY_PASSES = 8  # fewer passes may be the heads or the stages of a model
 ALIKE = 1.5  # times the launches of another pass
+LONGEST_PASS = 200  # ops
 ALL_PARTS = 4  # unless they take all parts of a tensor, as samples or tasks are
 COMPARES = "aten::eq"
 COPIES = ("aten::clone", "aten::copy_", "aten::to")
@@ -57,6 +61,7 @@ AGAIN = "calls the same model, and takes no other call's result as far as shapes
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
 OWN_SIZE = "calls the same model with an input of another size, and takes no other call's result as far as shapes show"
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
+JOINED = "takes no other pass's result, and one op joins the results"  # such as networks of variables, and experts
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
@@ -66,6 +71,8 @@ AT_ONCE = (
 HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
     OWN_MODEL: "if no model needs what another one learned: torch.func.stack_module_state, vmap, and one optimizer",
+    JOINED: "stack the inputs, and the weights if each pass has its own: torch.bmm, a grouped convolution, or "
+    "torch.func.vmap",
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
     ADDS_UP: "if the memory allows, no pass needs another one's result, and the loss does not compare samples: give "
     "the model the whole batch in one pass",
@@ -177,11 +184,26 @@ def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", mos
 )
 def larger_batch(case: Case) -> Proposal | None:
     """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded."""
-    grows = case.growing_keys is not None and not _in_turn(case.trace, case.step)
-    if case.summary.waits_for != "overhead" or grows or case.recomputed_tokens is not None:
+    if case.summary.waits_for != "overhead":
         return None
-    in_steps, typical = case.in_each_step(lambda step: allowed(case.trace, step))
+    grows = case.growing_keys is not None and not _in_turn(case.trace, case.step)
+    decodes = grows or case.recomputed_tokens is not None
+    in_steps, typical = case.in_each_step(
+        lambda step: _within_a_token(case.trace, step) if decodes else allowed(case.trace, step)
+    )
     return all_in_one(case, in_steps, typical, HOW.get(typical[0].what, AT_ONCE)) if typical else None
+
+
+def _within_a_token(trace: Trace, step: Step) -> list[Loop]:
+    """Return the loops that may be computed at once in a step that decodes: each token needs the one before it.
+
+    A token calls attention, so the passes of these loops do not.
+    """
+    calls = sorted(op.start for op in attention_calls(step))
+    within = [
+        one for one in all_loops(trace, step) if bisect.bisect(calls, one.starts[0]) == bisect.bisect(calls, one.end)
+    ]
+    return _allowed(trace, step, _without_overlaps(within))
 
 
 def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence[Loop], how: str) -> Proposal:
@@ -261,8 +283,8 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
     runs = groupby(sorted(backward_nodes(step), key=start_of), lambda node: (id(node) in wanted, node.track))
     in_turn = [list(run) for (is_wanted, _), run in runs if is_wanted]
     stays = outermost_named(step, lambda name: name.startswith(LOADER))  # each pass still gets its samples
-    if loop.what == ADDS_UP:  # and what the CPU computes for them, as an environment does
-        stays += [*host(step).pauses, *(host(step).computing if case.trace.work else [])]
+    # and what the CPU computes for them, as an environment does
+    stays += [*host(step).pauses, *(host(step).computing if case.trace.work else [])]
     passes = minus(loop.earlier, union((one.start, one.end) for one in stays))
     spans = [(track, start, end) for track in case.graph.threads for start, end in passes]
     return spans + [(run[0].track, run[0].start, run[-1].end) for run in in_turn], nodes, work
@@ -275,7 +297,11 @@ def allowed(trace: Trace, step: Step) -> list[Loop]:
     A pipeline passes its batch on in parts. An optimizer or a loader, except for one of each model, makes passes depend
     on each other. A batch norm in training computes other statistics of the whole batch.
     """
-    return [loop for loop in loops(trace, step) if is_allowed(trace, step, loop) and not _recurs(step, loop)]
+    return _allowed(trace, step, loops(trace, step))
+
+
+def _allowed(trace: Trace, step: Step, found: Sequence[Loop]) -> list[Loop]:
+    return [loop for loop in found if is_allowed(trace, step, loop) and not _recurs(step, loop)]
 
 
 def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
@@ -302,6 +328,7 @@ def _recurs(step: Step, loop: Loop) -> bool:
 def all_loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own; of loops in each other, all."""
     found = [*_over_parts(trace, step), *_over_all_parts(step), *_over_tables(step), *_over_models(trace, step)]
+    found += _over_joined(trace, step)
     if trace.trains:
         return [*found, *_over_a_batch(trace, step)]
     return [*found, *_over_copies(step), *_loop(_in_turn(trace, step), OWN_CACHE, 2)]
@@ -310,10 +337,14 @@ def all_loops(trace: Trace, step: Step) -> list[Loop]:
 @kept_by_step
 def loops(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes have inputs of their own, in order, without loops inside other loops."""
+    return _without_overlaps(all_loops(trace, step))
+
+
+def _without_overlaps(found: Sequence[Loop]) -> list[Loop]:
     kept: list[Loop] = []
     # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
     for loop in sorted(
-        all_loops(trace, step),
+        found,
         key=lambda one: (one.what == ADDS_UP, -len(one.starts), one.what != OWN_MODEL, one.starts),
     ):
         if not any(map(loop.overlaps, kept)):
@@ -397,6 +428,64 @@ def after_a_cut(step: Step) -> Iterator[tuple[Op, int, list[Op]]]:
         for firsts in (alike, [one for one in alike if one.inputs.dims == alike[0].inputs.dims]):
             if firsts and len(firsts) % parts == 0:
                 yield op, *dims, firsts[:: len(firsts) // parts]
+
+
+def _over_joined(trace: Trace, step: Step) -> Iterator[Loop]:
+    """Yield the loops of equal ops whose results one op joins, if no pass takes another one's result.
+
+    Such a result has two gradients, the one of the join and that of the other pass, and autograd adds them. The first
+    pass takes no other one's, so that backward then adds less often in it than in the others. Without a backward, each
+    pass calls modules of its own, and takes no tensor of the shape of a result.
+    """
+    ops, nodes = [op for op in step.outermost if op.kind == "op"], nodes_by_forward(trace, step)
+    calls = [f"{op.track} {op.name} {op.inputs.recorded}" for op in ops]
+    for place in [place for place, op in enumerate(ops) if op.name in JOINS]:
+        results = (ops[place].inputs.recorded or [[]])[0] or []
+        count = len(results)
+        if count < ALL_PARTS:
+            continue
+        for size in range(1, min(place // count, LONGEST_PASS) + 1):
+            first = place - count * size
+            if (
+                calls[place - 1 - size] == calls[place - 1]
+                and calls[first : place - size] == calls[first + size : place]
+            ):
+                passes = [ops[begin : begin + size] for begin in range(first, place, size)]
+                # A join that each pass has, too, is of tensors of one pass.
+                if calls[place] not in calls[first:place] and _are_independent(trace, passes, nodes, results[0]):
+                    yield Loop(tuple(one[0].start for one in passes), ops[place].start, JOINED)
+                break
+
+
+def _are_independent(
+    trace: Trace, passes: Sequence[Sequence[Op]], nodes: Sequence[tuple[int, Op]], result: list
+) -> bool:
+    """Return whether no pass takes another one's result, as _over_joined() tells it. nodes: from nodes_by_forward().
+
+    A tensor that all passes take has a gradient of each, which the first op's backward adds, but for the last pass.
+    """
+    added = []
+    for one in passes:
+        begin, first, end = (
+            bisect.bisect_left(nodes, time, key=itemgetter(0)) for time in (one[0].start, one[0].end, one[-1].end)
+        )
+        added.append(
+            [
+                sum(op.name in ADDS for _, node in nodes[a:b] for op in node.walk())
+                for a, b in ((begin, first), (first, end))
+            ]
+        )
+        if begin == end:
+            roots = trace.modules.get(one[0].track, ())
+            layers = [[innermost(roots, op.start)[-1:] for op in some if HAS_WEIGHTS(op.name)] for some in passes]
+            names = [{call.name for found in some for call in found} for some in layers]
+            last = max((op.start for op in one if HAS_WEIGHTS(op.name)), default=0)
+            # What takes one tensor after the last layer is a function of the result.
+            others = (op for op in one if op.start <= last or len(op.inputs.tensors) != 1)
+            taken = [dims for op in others for dims in _shapes(op.inputs.recorded)]
+            return all(names) and len(set().union(*names)) == sum(map(len, names)) and result not in taken
+    of_first, of_others = zip(*added, strict=True)
+    return len({*of_first[:-1]}) == len({*of_others}) == 1
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
