@@ -702,6 +702,19 @@ def experts():
     return trained(modules, loss)
 
 
+def experts_before_their_gate():
+    """Each expert sees the same features, and so does what weights them, after that."""
+    first, gate, some = nn.Linear(24, 48), nn.Linear(48, 6), nn.ModuleList(mlp(48, 64, 16) for _ in range(6))
+    x, modules = torch.randn(32, 24), nn.ModuleList([first, gate, some])
+
+    def loss():
+        features = first(x)
+        results = torch.stack([one(features) for one in some], -1)
+        return results @ gate(features).softmax(-1)[..., None]
+
+    return trained(modules, loss)
+
+
 def networks_of_variables():
     """Each variable has a residual network, and their mean decides about their weights."""
     firsts, seconds = (nn.ModuleList(nn.Linear(24, 24) for _ in range(5)) for _ in range(2))
@@ -747,14 +760,15 @@ def cascade():
 def own_head_of_each_state():
     """Each time has a cell and a head of its own. The states are not joined, and no head takes another one's result."""
     cells, heads = (nn.ModuleList(nn.Linear(24, wide) for _ in range(6)) for wide in (24, 8))
-    x, modules = torch.randn(32, 24), nn.ModuleList([cells, heads])
+    known, modules = [torch.randn(32, 24) for _ in range(6)], nn.ModuleList([cells, heads])
 
     def loss():
-        state, results = x, []
+        scale = torch.cat(known).mean()
+        state, results = known[0], []
         for cell, head in zip(cells, heads, strict=True):
             state = cell(state).tanh()
             results.append(head(state))
-        return torch.stack(results)
+        return scale * torch.stack(results)
 
     return trained(modules, loss)
 
@@ -773,7 +787,8 @@ def one_actor():
 
 def layers_in_turn():
     """The results of all layers are kept, as for a probe of each of them."""
-    layers, x = nn.ModuleList(mlp(24, 24) for _ in range(6)), torch.randn(32, 24)
+    layers = nn.ModuleList(nn.Sequential(mlp(24, 64), nn.Linear(64, 24)) for _ in range(6))
+    x = torch.randn(32, 24)
 
     @torch.no_grad()
     def step():
@@ -784,6 +799,131 @@ def layers_in_turn():
         return torch.stack(states).mean()
 
     return step
+
+
+def skip_over_all():
+    """The first features are added to what the layers after them make, as in networks for super resolution."""
+    first, layers, fuse = nn.Linear(24, 24), nn.ModuleList(nn.Linear(24, 24) for _ in range(5)), nn.Linear(120, 24)
+    x, modules = torch.randn(32, 24), nn.ModuleList([first, layers, fuse])
+
+    def loss():
+        h = features = first(x)
+        results = []
+        for layer in layers:
+            h = layer(h).tanh()
+            results.append(h)
+        return fuse(torch.cat(results, -1)) + features
+
+    return trained(modules, loss)
+
+
+def state_after_each_forecast():
+    """Each layer forecasts from a state, which then changes. What the last one changes is of no use."""
+    first, layers, x = nn.Linear(24, 24), nn.ModuleList(nn.Linear(24, 24) for _ in range(6)), torch.randn(32, 24)
+
+    def loss():
+        state, results = first(x), []
+        for layer in layers:
+            results.append(layer(state))
+            state = state - x
+        return torch.stack(results)
+
+    return trained(nn.ModuleList([first, layers]), loss)
+
+
+def running_mean():
+    """Each layer sees the mean of the results before it, which is kept in place."""
+    layers, x, mean = nn.ModuleList(nn.Linear(24, 24) for _ in range(6)), torch.randn(32, 24), torch.zeros(32, 24)
+
+    def loss():
+        results = []
+        for layer in layers:
+            with torch.no_grad():
+                mean.mul_(0.9).add_(results[-1] if results else x, alpha=0.1)
+            results.append(layer(x + mean))
+        return torch.stack(results)
+
+    return trained(layers, loss)
+
+
+def greedy_layers():
+    """Each layer learns by a head of its own from the detached result of the layer before it."""
+    layers, heads = (nn.ModuleList(nn.Linear(24, wide) for _ in range(6)) for wide in (24, 8))
+    x = torch.randn(32, 24)
+
+    def loss():
+        h, results = x, []
+        for layer, head in zip(layers, heads, strict=True):
+            h = layer(h.detach()).tanh()
+            results.append(head(h))
+        return torch.stack(results)
+
+    return trained(nn.ModuleList([layers, heads]), loss)
+
+
+def layers_without_gradients():
+    """Frozen layers follow each other, and a trained head sees the result of each of them."""
+    layers, heads = (nn.ModuleList(nn.Linear(24, wide) for _ in range(6)) for wide in (24, 8))
+    x = torch.randn(32, 24)
+
+    def loss():
+        h, results = x, []
+        for layer, head in zip(layers, heads, strict=True):
+            with torch.no_grad():
+                h = layer(h).tanh()
+            results.append(head(h))
+        return torch.stack(results)
+
+    return trained(heads, loss)
+
+
+def exits_in_training():
+    """A head sees each layer's result, and another one the last of them."""
+    layers, heads = (nn.ModuleList(nn.Linear(24, wide) for _ in range(6)) for wide in (24, 8))
+    last, x = nn.Linear(24, 8), torch.randn(32, 24)
+
+    def loss():
+        h, results = x, []
+        for layer, head in zip(layers, heads, strict=True):
+            h = layer(h).tanh()
+            results.append(head(h))
+        return torch.stack(results).mean(0) + last(h)
+
+    return trained(nn.ModuleList([layers, heads, last]), loss)
+
+
+def another_list():
+    """Four layers follow each other, and then coordinates that were made before are joined."""
+    layers, x = mlp(24, 24, 24, 24, 24), torch.randn(32, 24)
+    corners = [one.clone() for one in torch.rand(32, 4).unbind(-1)]
+
+    def loss():
+        h = layers(x)
+        return torch.stack(corners, -1).mean() * h
+
+    return trained(layers, loss)
+
+
+def exits():
+    """A head sees each layer's result."""
+    layers, heads = (nn.ModuleList(nn.Linear(24, wide) for _ in range(6)) for wide in (24, 8))
+    x = torch.randn(32, 24)
+
+    @torch.no_grad()
+    def step():
+        h, results = x, []
+        for layer, head in zip(layers, heads, strict=True):
+            h = layer(h).tanh()
+            results.append(head(h))
+        return torch.stack(results).mean()
+
+    return step
+
+
+def features_and_others():
+    """The result of the last of four layers is joined with three other tensors."""
+    layers, x, others = mlp(16, 16, 16, 16, 16), torch.randn(32, 16), [torch.randn(32, 24) for _ in range(3)]
+    return trained(layers, lambda: torch.cat([layers(x), *others], -1))
 
 
 # By folder, the programs that have the weakness unless they are told otherwise, and those that do not have it.
@@ -797,8 +937,9 @@ PROGRAMS = {
     "equal_passes": ((sample_loop, tables), ()),
     "joined_passes": (
         (),
-        (experts, networks_of_variables, actors, hidden_states, cascade, own_head_of_each_state, one_actor,
-         layers_in_turn),
+        (experts, experts_before_their_gate, networks_of_variables, actors, hidden_states, cascade,
+         own_head_of_each_state, one_actor, layers_in_turn, skip_over_all, state_after_each_forecast, running_mean,
+         greedy_layers, layers_without_gradients, exits_in_training, another_list, exits, features_and_others),
     ),
     "parts_in_training": (
         (),

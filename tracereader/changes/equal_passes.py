@@ -40,7 +40,7 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, Lengths, minus, union
+from tracereader.trace.intervals import Intervals, minus, union
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import ADDS, CUTS, SLICES, TAKES_A_PART
 from tracereader.trace.slices import innermost
@@ -61,7 +61,8 @@ AGAIN = "calls the same model, and takes no other call's result as far as shapes
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
 OWN_SIZE = "calls the same model with an input of another size, and takes no other call's result as far as shapes show"
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
-JOINED = "takes no other pass's result, and one op joins the results"  # such as networks of variables, and experts
+# Such as experts, or networks of variables.
+JOINED = "takes no other pass's result as far as gradients or shapes show, and one op joins the results"
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
@@ -71,8 +72,8 @@ AT_ONCE = (
 HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
     OWN_MODEL: "if no model needs what another one learned: torch.func.stack_module_state, vmap, and one optimizer",
-    JOINED: "stack the inputs, and the weights if each pass has its own: torch.bmm, a grouped convolution, or "
-    "torch.func.vmap",
+    JOINED: "if no pass needs another one's result and the memory allows, stack the inputs, and weights of their own: "
+    "torch.bmm, a grouped convolution, or torch.func.vmap",
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
     ADDS_UP: "if the memory allows, no pass needs another one's result, and the loss does not compare samples: give "
     "the model the whole batch in one pass",
@@ -218,7 +219,8 @@ def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence
             removed, _, work = _all_but_the_last(case, step, loop)
             spans += removed
             gone += work
-            join, *following = [op for op in step.outermost if op.start >= loop.end][:2] or [None]
+            place = bisect.bisect_left(step.outermost, loop.end, key=start_of)
+            join, *following = step.outermost[place : place + 2] or [None]
             if join is not None and join.name in JOINS:
                 spans.append((join.track, loop.end, following[0].start if following else join.end))
                 gone += join.work_below()
@@ -265,12 +267,23 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
 
 def _launched_from(trace: Trace, step: Step, spans: Intervals) -> tuple[list[Op], list[Work]]:
     """Return backward's nodes whose forward lies in these times, and all work that is launched in them and by these."""
-    inside = Lengths(spans)
-    nodes = [node for node in backward_nodes(step) if any(inside.has(begun) for _, begun in forwards_of(trace, node))]
-    ids = {id(one) for node in nodes for one in node.work_below()}
-    return nodes, [
-        one for one in step.work if id(one) in ids or (one.launch is not None and inside.has(one.launch.start))
-    ]
+    found, launched = nodes_by_forward(trace, step), _launched(step)
+    nodes, work = (
+        {id(one): one for a, b in spans for _, one in some[_place(some, a) : _place(some, b)]}
+        for some in (found, launched)
+    )
+    work |= {id(one): one for node in nodes.values() for one in node.work_below()}
+    return sorted(nodes.values(), key=start_of), list(work.values())
+
+
+def _place(timed: Sequence[tuple[int, object]], time: int) -> int:
+    return bisect.bisect_left(timed, time, key=itemgetter(0))
+
+
+@kept_by_step
+def _launched(step: Step) -> list[tuple[int, Work]]:
+    """Return when each activity of the step was launched (ns), and the activity, in this order."""
+    return sorted(((one.launch.start, one) for one in step.work if one.launch is not None), key=itemgetter(0))
 
 
 def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tuple, int, int]], list[Op], list[Work]]:
@@ -292,11 +305,7 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
 
 @kept_by_step
 def allowed(trace: Trace, step: Step) -> list[Loop]:
-    """Return the loops of a step whose passes may be computed at once, as far as the trace shows.
-
-    A pipeline passes its batch on in parts. An optimizer or a loader, except for one of each model, makes passes depend
-    on each other. A batch norm in training computes other statistics of the whole batch.
-    """
+    """Return the loops of a step whose passes may be computed at once, as far as the trace shows."""
     return _allowed(trace, step, loops(trace, step))
 
 
@@ -307,7 +316,8 @@ def _allowed(trace: Trace, step: Step, found: Sequence[Loop]) -> list[Loop]:
 def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
     """Return whether neither communication nor an update, a loader or a batch norm makes its passes depend.
 
-    Models of their own have updates and loaders of their own. No update lies between parts of a batch.
+    A batch norm in training computes other statistics of the whole batch. Models of their own have updates and loaders
+    of their own. No update lies between parts of a batch.
     """
     work = _launched_from(trace, step, [(loop.starts[-1], loop.end)])[1]
     names = () if loop.what in (OWN_MODEL, ADDS_UP) else (LOADER, OPTIMIZERS)
@@ -431,61 +441,66 @@ def after_a_cut(step: Step) -> Iterator[tuple[Op, int, list[Op]]]:
 
 
 def _over_joined(trace: Trace, step: Step) -> Iterator[Loop]:
-    """Yield the loops of equal ops whose results one op joins, if no pass takes another one's result.
-
-    Such a result has two gradients, the one of the join and that of the other pass, and autograd adds them. The first
-    pass takes no other one's, so that backward then adds less often in it than in the others. Without a backward, each
-    pass calls modules of its own, and takes no tensor of the shape of a result.
-    """
+    """Yield the loops of equal ops whose results one op joins, if no pass takes another one's result."""
     ops, nodes = [op for op in step.outermost if op.kind == "op"], nodes_by_forward(trace, step)
     calls = [f"{op.track} {op.name} {op.inputs.recorded}" for op in ops]
+    given = set()  # how many tensors of a shape an op before has joined
     for place in [place for place, op in enumerate(ops) if op.name in JOINS]:
-        results = (ops[place].inputs.recorded or [[]])[0] or []
+        results = (ops[place].inputs.recorded or [[]])[0] or [[]]
         count = len(results)
-        if count < ALL_PARTS:
-            continue
-        for size in range(1, min(place // count, LONGEST_PASS) + 1):
+        for size in range(1, min(place // count, LONGEST_PASS) + 1 if count >= ALL_PARTS else 1):
             first = place - count * size
-            if (
-                calls[place - 1 - size] == calls[place - 1]
-                and calls[first : place - size] == calls[first + size : place]
-            ):
+            same = calls[place - 1 - size] == calls[place - 1]
+            if same and calls[first : place - size] == calls[first + size : place]:
                 passes = [ops[begin : begin + size] for begin in range(first, place, size)]
+                has_inputs = (count, str(passes[0][0].inputs.dims_at(0))) in given
                 # A join that each pass has, too, is of tensors of one pass.
-                if calls[place] not in calls[first:place] and _are_independent(trace, passes, nodes, results[0]):
+                is_of_all = calls[place] not in calls[first:place] and all(one == results[0] for one in results)
+                if is_of_all and _are_independent(trace, passes, nodes, results[0], has_inputs):
                     yield Loop(tuple(one[0].start for one in passes), ops[place].start, JOINED)
                 break
+        given.add((count, str(results[0])))
 
 
 def _are_independent(
-    trace: Trace, passes: Sequence[Sequence[Op]], nodes: Sequence[tuple[int, Op]], result: list
+    trace: Trace, passes: Sequence[Sequence[Op]], nodes: Sequence[tuple[int, Op]], result: list, has_inputs: bool
 ) -> bool:
-    """Return whether no pass takes another one's result, as _over_joined() tells it. nodes: from nodes_by_forward().
+    """Return whether no pass takes another one's result, of which one op joins all. nodes: from nodes_by_forward().
 
-    A tensor that all passes take has a gradient of each, which the first op's backward adds, but for the last pass.
+    That is so if each pass has modules of its own, and takes neither results nor its input again. Gradients show it,
+    too: backward adds those of what several ops take, in all but one of them. A result or state that the next pass
+    takes is taken by the join or a head as well. So no pass adds any, or only the first op of all passes but the last
+    one does, when all take one tensor, or each adds as many, and an op before has joined their inputs (has_inputs).
+    What the last pass makes for a next one has no backward.
     """
-    added = []
-    for one in passes:
-        begin, first, end = (
-            bisect.bisect_left(nodes, time, key=itemgetter(0)) for time in (one[0].start, one[0].end, one[-1].end)
+    first, *following = passes[0]
+    if any(op.name == "aten::detach" or (op.name.endswith("_") and op.name != "aten::relu_") for op in passes[0]):
+        return False
+    roots, added, made = trace.modules.get(first.track, ()), [], []
+    layers = [[op for op in one if HAS_WEIGHTS(op.name)] for one in passes]
+    own = [{call.name for op in some for call in innermost(roots, op.start)[-1:]} for some in layers]
+    # What takes one tensor after the last layer is a function of the result.
+    end = max((op.start for op in layers[0]), default=0)
+    others = [op for op in passes[0] if op.start <= end or len(op.inputs.tensors) != 1]
+    taken, again = ([dims for op in some for dims in _shapes(op.inputs.recorded)] for some in (others, following))
+    apart = all(own) and len(set().union(*own)) == sum(map(len, own))
+    apart = apart and result not in taken and first.inputs.dims_at(0) not in again
+    for one, some in zip(passes, layers, strict=True):
+        of_all, of_first, *of_layers = (
+            [node for _, node in nodes[_place(nodes, begin) : _place(nodes, end)]]
+            for begin, end in ((one[0].start, one[-1].end), *((op.start, op.end) for op in (one[0], *some)))
         )
-        added.append(
-            [
-                sum(op.name in ADDS for _, node in nodes[a:b] for op in node.walk())
-                for a, b in ((begin, first), (first, end))
-            ]
-        )
-        if begin == end:
-            roots = trace.modules.get(one[0].track, ())
-            layers = [[innermost(roots, op.start)[-1:] for op in some if HAS_WEIGHTS(op.name)] for some in passes]
-            names = [{call.name for found in some for call in found} for some in layers]
-            last = max((op.start for op in one if HAS_WEIGHTS(op.name)), default=0)
-            # What takes one tensor after the last layer is a function of the result.
-            others = (op for op in one if op.start <= last or len(op.inputs.tensors) != 1)
-            taken = [dims for op in others for dims in _shapes(op.inputs.recorded)]
-            return all(names) and len(set().union(*names)) == sum(map(len, names)) and result not in taken
-    of_first, of_others = zip(*added, strict=True)
-    return len({*of_first[:-1]}) == len({*of_others}) == 1
+        if not of_all:
+            return apart
+        if not all(of_layers) or result not in [child.inputs.dims_at(0) for child in of_all[-1].children]:
+            return False
+        made.append(len(of_all))
+        adds = [sum(op.name in ADDS for node in found for op in node.walk()) for found in (of_first, of_all)]
+        added.append((adds[0], adds[1] - adds[0]))
+    (at_first, later), last = added[0], added[-1]
+    if apart or len(set(added[:-1])) > 1 or made[-1] < min(made[:-1]):
+        return apart
+    return added[0] == last if has_inputs else not later and (not at_first or last[0] < at_first)
 
 
 def _over_copies(step: Step) -> Iterator[Loop]:
@@ -825,14 +840,8 @@ def _computes(step: Step, op: Op) -> bool:
 
 def _launches(step: Step, spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return how many activities are launched in each of these spans (ns); of a step without them, how many ops."""
-    starts = _launch_starts(step)
-    return [bisect.bisect(starts, end) - bisect.bisect(starts, start) for start, end in spans]
-
-
-@kept_by_step
-def _launch_starts(step: Step) -> list[int]:
-    calls = (one.launch for one in step.work if one.launch is not None) if step.work else step.outermost
-    return sorted(one.start for one in calls)
+    timed, key = (_launched(step), itemgetter(0)) if step.work else (step.outermost, start_of)
+    return [bisect.bisect(timed, end, key=key) - bisect.bisect(timed, start, key=key) for start, end in spans]
 
 
 def _loop(run: Sequence[Op], what: str, least: int = MANY_PASSES, until: float = math.inf) -> Iterator[Loop]:

@@ -80,11 +80,9 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 # torch.optim's optimizers that a graph can hold, and how.
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 TORCHS_STEPS = (ZEROES, *(f"{OPTIMIZER}{name}.step" for name in TORCHS_OPTIMIZERS if name != "Muon"))
-COUNTS_NO_STEPS = "SGD"  # has no argument capturable
 IF_CONSTANT = "if no number of Python that it uses changes, such as a learning rate"
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
-ONLY_COPIES = "; only copies of inputs synchronize between them"
 
 
 def _follows_cuda_graph(before: Side, after: Side) -> bool:
@@ -240,8 +238,8 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
 
 
 def _whole_step(optimizers: Sequence[OptimizerCost]) -> str:
-    """Return how a graph holds a whole training step."""
-    capturable = ", with capturable=True in the optimizer" * any(one.name != COUNTS_NO_STEPS for one in optimizers)
+    """Return how a graph holds a whole training step. SGD has no argument capturable."""
+    capturable = ", with capturable=True in the optimizer" * any(one.name != "SGD" for one in optimizers)
     step = "forward, backward and the optimizer's step" if optimizers else "the whole step"
     return f"torch.cuda.graph around {step}{capturable}, {IF_CONSTANT}"
 
@@ -574,7 +572,7 @@ def _between(case: Case, copies: bool) -> str:
     """
     if case.graph.gone or (case.summary.debugging.blocking_launches and not copies):
         return ""
-    return ONLY_COPIES if copies else NO_WAITS
+    return "; only copies of inputs synchronize between them" if copies else NO_WAITS
 
 
 def _launches(launches: int, single: bool = False, where: str = "", between: str = NO_WAITS) -> str:

@@ -14,8 +14,6 @@ from tracereader.trace.labels import AUTOGRAD
 from tracereader.trace.op_names import COPYING, FOREACH, INDEXES, READ_A_VALUE
 from tracereader.trace.waits import is_wait, waits_of
 
-# backward() makes the gradient of a loss with this op, and then calls autograd's engine.
-FIRST_GRADIENT = "aten::ones_like"
 READS_A_TRUTH = "aten::is_nonzero"
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10
@@ -79,10 +77,11 @@ def host(step: Step) -> Host:
 def _is_of_torch(before: str, after: str) -> bool:
     """Return whether torch itself works between calls of these names.
 
-    The engine prepares and continues backward in C++. Before an op on a list of tensors, as in clip_grad_norm_, torch
-    sorts the tensors by device and type.
+    The engine prepares and continues backward in C++, after ones_like makes the gradient of the loss. Before an op on a
+    list of tensors, as in clip_grad_norm_, torch sorts the tensors by device and type.
     """
-    return (after.startswith(AUTOGRAD) and before.startswith((AUTOGRAD, FIRST_GRADIENT))) or after.startswith(FOREACH)
+    begins = before.startswith((AUTOGRAD, "aten::ones_like"))
+    return (after.startswith(AUTOGRAD) and begins) or after.startswith(FOREACH)
 
 
 def on_launching_threads(case: Case, found: Sequence[Sequence[Stretch]]) -> list[tuple[tuple, int, int]]:

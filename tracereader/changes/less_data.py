@@ -9,7 +9,6 @@ from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.equal_passes import IS_INDEX
 from tracereader.changes.opportunity import Proposal
-from tracereader.figures.phases import in_backward
 from tracereader.findings.device_words import CUDA
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import fused, spans_of, with_cpu_time, with_durations, without_cpu_time, without_ops
@@ -28,9 +27,9 @@ LEAST_SORTED = 16_384  # values in a row
 HIDES = {SDPA, *ADDS, "aten::masked_fill", "aten::masked_fill_"}
 INDEX_BACKWARD = "aten::select_backward"
 MANY_PARTS = 4  # of one tensor that are taken by their indices
-# What makes the gradient of rows that were gathered, with how the program gathers them, and without sorting.
+# What sorts indices to make the gradient of gathered rows, and how to gather them instead.
 SORTS_INDICES = {
-    "aten::_index_put_impl_": "x.index_select(dim, i) instead of x[i] (gather for one value of each row)",
+    "aten::_index_put_impl_": "x.index_select(dim, i.flatten()) instead of x[i], gather instead of x[rows, i]",
     DENSE_BACKWARD[0]: "weight.index_select(0, i.flatten()).unflatten(0, i.shape) instead of nn.Embedding",
 }
 ADDS_BY_INDEX = ("aten::index_add_", "aten::scatter_add_")
@@ -182,14 +181,13 @@ def index_select(case: Case) -> Proposal | None:
     sorts = _sorted_rows(case.step)
     if not sorts:
         return None
-    groups = [(work, us) for _, work, us in sorts]
-    counts = Counter(op.name for op, *_ in sorts)
+    names = {op.name for op, *_ in sorts}
     return Proposal(
-        fused(case.graph, case.groups_in_all_steps(groups)),
+        fused(case.graph, case.groups_in_all_steps([(work, us) for _, work, us in sorts])),
         f"backward sorts the indices of {counted(len(sorts), 'gather')}: "
-        f"{duration(sum(one.us for work, _ in groups for one in work))} of GPU time, "
+        f"{duration(sum(one.us for _, work, _ in sorts for one in work))} of GPU time, "
         f"{duration(sum(op.dur for op, *_ in sorts) / 1e3)} of CPU time",
-        f"{listed(how for name, how in SORTS_INDICES.items() if counts[name])}, whose gradient is added in any order",
+        f"{listed(how for name, how in SORTS_INDICES.items() if name in names)}; gradients are then added in any order",
         assumed=True,
     )
 
@@ -198,17 +196,17 @@ def _sorted_rows(step: Step) -> list[tuple[Op, list[Work], float]]:
     """Return the ops that sort indices to add gradients, the work that they launch, and the time (µs) without sorting.
 
     A mask is left out, which takes each row once, and so is what takes less time than adding without sorting. An
-    embedding sorts more than 3,072 indices.
+    embedding sorts more than 3,072 indices. Its rows for padding have no gradient, which it may also scale.
     """
     found = []
     for op in step.named(SORTS_INDICES.__contains__):
         below = [part for part in op.children if part.name != "aten::zeros"]
         of_embedding = op.name == DENSE_BACKWARD[0]
         dims = op.inputs.dims_at(0 if of_embedding else 2)
-        if dims is None or not in_backward(op) or any(part.name == "aten::nonzero" for part in below):
+        is_of_a_gather = any(one.name.startswith(("IndexBackward", "EmbeddingBackward")) for one in op.above())
+        is_plain = not of_embedding or list(op.inputs.concrete[3:5]) == ["-1", "False"]
+        if dims is None or not (is_of_a_gather and is_plain) or any(part.name == "aten::nonzero" for part in below):
             continue
-        if of_embedding and list(op.inputs.concrete[3:5]) != ["-1", "False"]:
-            continue  # rows for padding have no gradient, or the gradient is scaled by the frequency of an index
         work = [one for part in below for one in part.work_below()]
         us = prices.LEAST_KERNEL_US + math.prod(dims) / prices.ATOMIC_ADDS
         if any("Sort" in one.name for one in work) and us < sum(one.us for one in work):

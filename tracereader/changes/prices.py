@@ -51,7 +51,7 @@ SMALL_PRODUCT_US, LEAST_KERNEL_US = 4.0, 1.0
 # The share of a sort's time that topk takes: 0.3 for 256 of 128,256 values in 32 rows (one recording).
 TOPK = 0.3
 # Values that a kernel adds with atomic operations in a microsecond: 130,000 to 155,000 in fp32, 110,000 to 140,000 in
-# bf16, for rows of 32 values or more (16 sizes on an H200).
+# bf16, for rows of 32 values or more (16 sizes on an H200). Rows of one to four values take 1 to 16 µs longer.
 ATOMIC_ADDS = 130_000
 # How many times as long a kernel takes that is not made for its case: products of rows that are not aligned 5.7 and 6.4
 # ("odd_width", "gpt2"), attention in fp32 6.5 and 8.8 times as long as in bf16.

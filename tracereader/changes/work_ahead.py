@@ -23,8 +23,6 @@ from tracereader.two_runs.same_work import halved, same_heavy, the_same_work
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000
 LONG_OP_US = 100  # on average: such ops take as long without the profiler, which adds a few µs to each
-OPS_NAMED = 3  # at most, with their time
-FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1  # at most, and the smallest share of the Python time that each has
 
 
 @change(
@@ -82,7 +80,7 @@ def cpu_tensors(case: Case) -> Proposal | None:
         return None
     ns = totals((op.name, op.dur) for one in typical for op in one.ops)
     in_ops = sum(length(union((op.start, op.end) for op in one.ops)) for one in typical) / 1e3
-    named = ns.most_common(OPS_NAMED)
+    named = ns.most_common(3)
     parts = [f"{name} {duration(time / 1e3)}" for name, time in named]
     if len(ns) > len(named):
         parts.append(f"other ops {duration((ns.total() - sum(time for _, time in named)) / 1e3)}")
@@ -149,4 +147,4 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
     """Return the Python functions with most of the time in these spans, without their files; none without stacks."""
     in_files = python_in(case.trace.frames, grouped((track, (start, end)) for track, start, end in spans))
     ns = totals((name.rpartition("): ")[2], time) for name, time in in_files.items())
-    return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
+    return [name for name, time in ns.most_common(3) if name and time > 0.1 * ns.total()]
