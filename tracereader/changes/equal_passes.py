@@ -72,7 +72,7 @@ AT_ONCE = (
 HOW = {
     TABLES: "make one table with the rows of all and offsets for their indices, or one lookup if it is one table",
     OWN_MODEL: "if no model needs what another one learned: torch.func.stack_module_state, vmap, and one optimizer",
-    JOINED: "if no pass needs another one's result and the memory allows, stack the inputs, and weights of their own: "
+    JOINED: "if no pass needs another one's result and the memory allows, stack the inputs, and weights that differ: "
     "torch.bmm, a grouped convolution, or torch.func.vmap",
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
     ADDS_UP: "if the memory allows, no pass needs another one's result, and the loss does not compare samples: give "

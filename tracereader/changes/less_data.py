@@ -29,7 +29,7 @@ INDEX_BACKWARD = "aten::select_backward"
 MANY_PARTS = 4  # of one tensor that are taken by their indices
 # What sorts indices to make the gradient of gathered rows, and how to gather them instead.
 SORTS_INDICES = {
-    "aten::_index_put_impl_": "x.index_select(dim, i.flatten()) instead of x[i], gather instead of x[rows, i]",
+    "aten::_index_put_impl_": "x.index_select(dim, i.flatten()) instead of x[i], and gather instead of x[rows, i]",
     DENSE_BACKWARD[0]: "weight.index_select(0, i.flatten()).unflatten(0, i.shape) instead of nn.Embedding",
 }
 ADDS_BY_INDEX = ("aten::index_add_", "aten::scatter_add_")
