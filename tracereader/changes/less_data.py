@@ -187,7 +187,7 @@ def index_select(case: Case) -> Proposal | None:
         f"backward sorts the indices of {counted(len(sorts), 'gather')}: "
         f"{duration(sum(one.us for _, work, _ in sorts for one in work))} of GPU time, "
         f"{duration(sum(op.dur for op, *_ in sorts) / 1e3)} of CPU time",
-        f"{listed(how for name, how in SORTS_INDICES.items() if name in names)}; gradients are then added in any order",
+        "; ".join([*(SORTS_INDICES[name] for name in SORTS_INDICES if name in names), "gradients add up in any order"]),
         assumed=True,
     )
 
