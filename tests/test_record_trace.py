@@ -862,6 +862,18 @@ def test_no_time_in_which_the_thread_had_a_cpu_counts_as_waiting():
     assert sum(left) == pytest.approx(2.9) and max(left) - min(left) < 1e-9
 
 
+def test_a_step_without_a_wait_is_not_shortened_for_the_waits_of_others():
+    """Four steps had a CPU for 5, 5, 6 and 6 s. The last two waited for 1 s each, and the kernel tells only the sum."""
+    contention = inside("contention").Contention()
+    contention._share_of_others = lambda: 1.0
+    left = contention.without_others([0.0, 5.0, 10.0, 17.0, 24.0], [(0, (0.0, 0.0)), (4, (22.0, 2.0))])
+    assert min(left) == 5.0 and sum(left) == pytest.approx(22.0)
+    left = contention.without_others([0.0, 5.0, 11.0, 17.0, 24.0], [(0, (0.0, 0.0)), (4, (20.0, 4.0))])
+    assert left == pytest.approx([5.0] * 4)
+    left = contention.without_others([0.0, 5.0, 11.0, 17.0], [(0, (0.0, 0.0)), (3, (15.4, 1.6))])
+    assert left == pytest.approx([5.0, 5.2, 5.2])
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "cold", "is_replaced"),
     [

@@ -46,8 +46,10 @@ class Contention:
 
         own: (number of the mark, its times()), in order, for the first mark and as many others as these were taken at.
         What was waited between two of them is left out of the longest steps there, until those are as long as the
-        others: a step is much longer if it loses its CPU. What remains is left out of all of them, but no time in which
-        the thread had a CPU: the share is an estimate, and two busy programs made steps of 5 ms 4.9 ms long.
+        others: a step is much longer if it loses its CPU. What remains is left out of the longest steps until all of
+        these are equally long. Leaving out the same part of each step made steps without a wait shorter than the CPU
+        time in them: 4.9 ms for 5 ms. No time in which the thread had a CPU is left out, because the share is an
+        estimate.
         """
         share = self._share_of_others()
         steps = [after - before for before, after in itertools.pairwise(marks)]
@@ -59,8 +61,8 @@ class Contention:
                 less = min(waited, max(0.0, some[place] - usual))
                 some[place] -= less
                 waited -= less
-            rest = max(0.01, 1 - waited / sum(some))
-            steps[first:last] = [one * rest for one in some]
+            longest = _longest(some, max(0.01 * sum(some), sum(some) - waited))
+            steps[first:last] = [min(one, longest) for one in some]
         return steps
 
     def _share_of_others(self):
@@ -97,6 +99,16 @@ class Contention:
                         ):
                             found[thread] = int(file.read().split()[0]) / 1e9
         return found
+
+
+def _longest(times, total):
+    """Return the length to which the longest of some times are cut so that all have this total, which is not longer."""
+    for place, one in enumerate(sorted(times)):
+        equal = total / (len(times) - place)
+        if equal <= one:
+            return equal
+        total -= one
+    return max(times)
 
 
 def _children():
