@@ -863,7 +863,7 @@ def test_no_time_in_which_the_thread_had_a_cpu_counts_as_waiting():
 
 
 def test_a_step_without_a_wait_is_not_shortened_for_the_waits_of_others():
-    """Four steps had a CPU for 5, 5, 6 and 6 s. The last two waited for 1 s each, and the kernel tells only the sum."""
+    """The kernel tells how long the steps waited together, and not which of them did: the longest are shortened."""
     contention = inside("contention").Contention()
     contention._share_of_others = lambda: 1.0
     left = contention.without_others([0.0, 5.0, 10.0, 17.0, 24.0], [(0, (0.0, 0.0)), (4, (22.0, 2.0))])

@@ -102,7 +102,7 @@ class Contention:
 
 
 def _longest(times, total):
-    """Return the length to which the longest of some times are cut so that all have this total, which is not longer."""
+    """Return the length to which the longest of these times are cut to have this total. It is at most their sum."""
     for place, one in enumerate(sorted(times)):
         equal = total / (len(times) - place)
         if equal <= one:
