@@ -210,6 +210,56 @@ def test_another_softmax_is_not_attention(tmp_path, name, of, holds):
     assert attention.unfused().ask(ours).holds is holds
 
 
+@pytest.mark.parametrize(("over", "holds"), [("-1", True), ("3", True), ("2", False), ("1", False)])
+@pytest.mark.parametrize("name", ["naive", "cpu_naive"])
+def test_a_softmax_over_another_dimension_is_not_attention(tmp_path, name, over, holds):
+    """Slot attention has one over the queries."""
+
+    def change(document):
+        with_shapes(document)
+        for event in document["traceEvents"]:
+            if event.get("name") == "aten::_softmax":
+                event["args"]["Concrete Inputs"] = ["", over, "False"]
+
+    assert len(summarize(read(altered(tmp_path, name, change))).attention.unfused) == holds
+
+
+# A number divides the weights if dropout is written by hand.
+@pytest.mark.parametrize(("op", "dims", "holds"), [
+    ("aten::add", [SCORES, []], False), ("aten::add_", [SCORES, SCORES], False), ("aten::add", [Q, Q], True),
+    ("aten::add", [[8, 16, 1, 1024, 1024], []], False), ("aten::mul", [SCORES, SCORES], True),
+    ("aten::div", [SCORES, []], True), ("aten::div", [SCORES, [8, 16, 1024, 1]], False),
+    ("aten::div_", [SCORES, [8, 16, 1024, 1]], False),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["naive", "cpu_naive"])
+def test_a_softmax_whose_result_is_changed_is_not_attention(tmp_path, name, op, dims, holds):
+    def change(document):
+        with_shapes(document)
+        events = document["traceEvents"]
+        for softmax in [e for e in events if e.get("name") == "aten::softmax"]:
+            args = {"Input Dims": dims, "Input type": [BF16] * 2, "External id": 10**6 + softmax["args"]["External id"]}
+            added = softmax | {"name": op, "ts": softmax["ts"] + softmax["dur"] + 0.1, "dur": 1.2, "args": args}
+            events.append(added)
+            calls = [e for e in events if e.get("cat") == "cuda_runtime" and inside(e, softmax)]
+            for call in [e for e in calls if "Launch" in e["name"]]:
+                number = {"correlation": 10**6 + call["args"]["correlation"]}
+                kernel = next(
+                    e for e in events
+                    if e.get("cat") == "kernel" and e["args"]["correlation"] == call["args"]["correlation"]
+                )  # fmt: skip
+                later = kernel["ts"] + kernel["dur"] + 0.01
+                events += [
+                    call | {"ts": added["ts"] + 0.3, "dur": 0.5, "args": call["args"] | number},
+                    kernel | {"ts": later, "dur": 0.1, "args": kernel["args"] | number},
+                ]
+
+    before = summarize(read(altered(tmp_path, name, with_shapes))).attention.unfused
+    after = summarize(read(altered(tmp_path, name, change))).attention.unfused
+    assert (len(before), len(after)) == (1, holds)
+    if holds and name == "naive":
+        assert after[0].pieces == before[0].pieces + 1
+
+
 def test_a_hidden_copy_is_found():
     ours, ops, work = both("naive")
     (out_of_place,) = [op for op in ops if op["name"] == "aten::masked_fill"]

@@ -324,6 +324,17 @@ def test_a_doubtful_saving_is_not_shown_if_the_recorded_step_becomes_longer():
     assert "fused_optimizer" not in set(found) and found["half_precision"].saves_us >= 0
 
 
+@pytest.mark.parametrize("program", ["equilibrium_classifier", "late_interaction"])
+def test_bf16_may_make_the_recorded_step_longer_if_the_measured_step_becomes_clearly_shorter(program):
+    """The casts cost CPU time, which limits these steps only while they are recorded."""
+    case, one = case_of(base(program)), priced_changes(base(program))["half_precision"]
+    assert case.summary.unprofiled_step_us / case.summary.recorded_step_us < 0.9
+    assert one.saves_us < -0.02 * one.step_us and 0.05 < one.share < saved(program, "bf16")
+    little = msgspec.structs.replace(one, unprofiled_step_us_after=0.96 * one.unprofiled_step_us)
+    unknown = msgspec.structs.replace(one, unprofiled_step_us=None, unprofiled_step_us_after=None)
+    assert [is_worth_showing(other) for other in (one, little, unknown)] == [True, False, False]
+
+
 def test_a_measured_step_shorter_than_the_least_estimate_decides():
     """nuclei_slides: with the least CPU time of the estimate the replay takes longer than the program did."""
     case = case_of(base("nuclei_slides"))

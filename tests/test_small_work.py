@@ -73,6 +73,66 @@ def test_a_pass_may_have_an_input_of_its_own_from_the_cpu(program):
     assert evidence.startswith(f"each of {len(copies)} passes computes with an input of its own from the CPU")
 
 
+def inputs_and_results(events, mark):
+    """Return the launches of a step's copies to the GPU and to the CPU, in order."""
+    launches = {e["args"].get("correlation"): e for e in events if e.get("cat") == "cuda_runtime"}
+    copies = in_step(events, mark, "gpu_memcpy")
+    return [
+        sorted((launches[e["args"]["correlation"]] for e in copies if way in e["name"]), key=lambda e: e["ts"])
+        for way in ("HtoD", "DtoH")
+    ]
+
+
+# A pass designs a protein, compares two photos, or enlarges a tile. The CPU reads what it made.
+@pytest.mark.parametrize(("program", "inputs", "saved_share"), [
+    ("sequence_for_backbone", 4, 0.66), ("keypoint_matching", 4, 0.74), ("photo_upscaler", 1, 0.34),
+])  # fmt: skip
+def test_few_passes_may_be_computed_at_once_if_the_cpu_reads_the_result_of_each(program, inputs, saved_share):
+    events, mark = typical(program)
+    given, read = inputs_and_results(events, mark)
+    begins = [e["ts"] for e in given[::inputs]]
+    assert all(any(a < e["ts"] < b for e in read) for a, b in zip(begins, [*begins[1:], end(mark)], strict=True))
+    one = priced_changes(base(program))["larger_batch"]
+    assert one.evidence.startswith(f"each of {len(begins)} passes computes with an input of its own from the CPU")
+    assert one.share == pytest.approx(saved_share, abs=0.1)
+
+
+def around(events, launch):
+    """Return the outermost op around a launch."""
+    found = [e for e in events if e.get("cat") == "cpu_op" and e["ts"] <= launch["ts"] and end(launch) <= end(e)]
+    return max(found, key=lambda e: e["dur"])
+
+
+def read_at_the_end(events):
+    """Let the CPU read only the last result of a step."""
+    for mark in raw_steps(events):
+        for launch in inputs_and_results(events, mark)[1][:-1]:
+            (copy,) = (
+                e for e in events
+                if e.get("cat") == "gpu_memcpy" and e["args"]["correlation"] == launch["args"]["correlation"]
+            )  # fmt: skip
+            copy["name"] = "Memcpy DtoD (Device -> Device)"
+
+
+def results_of_the_inputs_shape(events):
+    for mark in raw_steps(events):
+        for launch in inputs_and_results(events, mark)[1]:
+            around(events, launch)["args"]["Input Dims"][0] = [1, 3, 160, 160]
+
+
+def two_of_each_shape(events):
+    """Let a step enlarge three kinds of tiles, two of each."""
+    for mark in raw_steps(events):
+        for place, launch in enumerate(inputs_and_results(events, mark)[0]):
+            around(events, launch)["args"]["Input Dims"][0] = [[1, 3, 160, 160], [3, 160, 160], [76800, 1]][place // 2]
+
+
+@pytest.mark.parametrize("edit", [read_at_the_end, results_of_the_inputs_shape, two_of_each_shape])
+def test_few_passes_may_be_parts_of_one_computation(tmp_path, edit):
+    file = edited(base("photo_upscaler"), tmp_path, edit)
+    assert "larger_batch" not in priced_changes(file)
+
+
 def copies_of(dims):
     def edit(events):
         for e in events:

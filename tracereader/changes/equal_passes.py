@@ -506,7 +506,8 @@ def _are_independent(
 def _over_copies(step: Step) -> Iterator[Loop]:
     """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it.
 
-    Texts and images may have other sizes. A text that grows with each pass is what the passes before it made.
+    Texts and images may have other sizes. A text that grows with each pass is what the passes before it made. Few
+    passes count if the CPU reads a result of each.
     """
     copies: dict[tuple, list[Op]] = defaultdict(list)
     for one in step.work:
@@ -517,13 +518,23 @@ def _over_copies(step: Step) -> Iterator[Loop]:
                 calls = copies[op.track, op.name, str(sizes)]
                 if op.kind == "op" and op not in calls[-1:] and not one_number:
                     calls.append(op)
+    reads = [one.launch for one in step.work if "DtoH" in one.name and one.launch is not None]
+    times, results = sorted(map(start_of, reads)), {str(one.outermost_call().inputs.dims_at(0)) for one in reads}
     for calls in copies.values():
         calls.sort(key=lambda op: op.start)
-        launched = _launches(step, [(one.end, two.start) for one, two in pairwise(calls)])
-        lengths = [[dims[-1:] for dims in op.inputs.dims] for op in calls]
-        grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
-        if launched and min(launched) >= 2 and max(launched) <= 2 * min(launched) and not grows:
-            yield from _loop(calls, FROM_THE_CPU)
+        for each in range(1, len(calls) // 2 + 1):  # how many inputs a pass copies
+            passes = calls[::each]
+            launched = _launches(step, [(one.end, two.start) for one, two in pairwise(passes)])
+            if min(launched) < 2 or max(launched) > 2 * min(launched):
+                continue
+            lengths = [[dims[-1:] for dims in op.inputs.dims] for op in passes]
+            grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
+            # The CPU reads a result of each pass, and copies none of its shape for the next one.
+            are_read = all(one < two for one, two in pairwise(bisect.bisect(times, op.start) for op in passes))
+            answers = are_read and results.isdisjoint(str(op.inputs.dims_at(0)) for op in passes)
+            if not grows:
+                yield from _loop(passes, FROM_THE_CPU, FEW if answers else MANY_PASSES)
+            break
 
 
 def _in_turn(trace: Trace, step: Step) -> list[Op]:

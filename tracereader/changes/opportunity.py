@@ -193,15 +193,15 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough.
 
-    The recorded step may become longer by WORTH_SHOWING if the step without the profiler is known, and by any time if
-    the change saves CLEARLY of a step that does not show whether the CPU limits it.
+    What makes the recorded step longer has to save CLEARLY without the profiler. Where that time is known and not
+    estimated, the recorded step may become longer by WORTH_SHOWING in any case.
     """
     least = WORTH_SHOWING if one.replayed is None else abs(one.replayed - 1)  # the replay cannot show less
-    if one.replayed_savings and one.saves_us < 0:
-        return one.likely_share > max(least, CLEARLY)
+    longer = WORTH_SHOWING * one.step_us if one.knows_unprofiled and not one.replayed_savings else 0.0
+    if one.saves_us < -longer:
+        return bool(one.knows_unprofiled or one.replayed_savings) and one.likely_share > max(least, CLEARLY)
     most = one.replayed_savings[1] if one.replayed_savings and not one.knows_unprofiled else one.share
-    longer = WORTH_SHOWING * one.step_us if one.knows_unprofiled else 0.0
-    return max(one.share, most) > least and one.saves_us >= -longer
+    return max(one.share, most) > least
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:

@@ -11,12 +11,13 @@ from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
 from tracereader.trace.grouped import grouped
-from tracereader.trace.op_names import BATCHED, MATMULS, SDPA, SOFTMAX
+from tracereader.trace.op_names import ADDS, BATCHED, MATMULS, SDPA, SOFTMAX
 
 # Families that may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
 BETWEEN = ("pointwise", "copy", "reduction", "memset")
 # Ops whose result has one element per row.
 RESULT_PER_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
+DIVIDES = ("aten::div", "aten::div_")
 # The number of arguments of ops that may be called with out=. One more argument is the output.
 ARGUMENTS = {"where": 3, "add": 3, "sub": 3, "mul": 2, "div": 2, "_softmax": 3}
 
@@ -78,7 +79,8 @@ def on_the_cpu(step: Step) -> list[tuple[Op, list[Op], Op]]:
         if op.name in MATMULS:
             softmaxes = [one for one in between if one.name == SOFTMAX]
             beside = len(softmaxes) == 1 and op.name in BATCHED and op.track == product_before.track
-            if beside and _may_attend(product_before, softmaxes[0], op):
+            after = between[between.index(softmaxes[0]) + 1 :] if beside else []
+            if beside and _may_attend(product_before, softmaxes[0], op, after):
                 found.append((product_before, between, op))
             product_before, between = op if op.name in BATCHED else None, []
         elif product_before is not None and op.start >= product_before.end:
@@ -95,7 +97,8 @@ def _is_softmax(one: Work, op: Op | None) -> bool:
 
 def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | None:
     first, last = _product_beside(track, softmax, -1), _product_beside(track, softmax, 1)
-    if first is None or last is None or not _may_attend(*(track[place][1] for place in (first, softmax, last))):
+    after = [op for _, op in track[softmax + 1 : last or 0] if op is not None]
+    if first is None or last is None or not _may_attend(*(track[place][1] for place in (first, softmax, last)), after):
         return None
     between = [
         (one, op) for one, op in track[first + 1 : last] if one.kind != "memset" and not (op and op.name in BATCHED)
@@ -109,8 +112,8 @@ def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | 
     )
 
 
-def _may_attend(first: Op, softmax: Op | None, last: Op) -> bool:
-    """Return whether the recorded shapes, if any, are those of attention.
+def _may_attend(first: Op, softmax: Op | None, last: Op, after: Sequence[Op]) -> bool:
+    """Return whether the recorded shapes, if any, are those of attention. after: the ops between softmax and last.
 
     The second product takes the first one's result (queries x keys) and gives the queries' size; the softmax has as
     many elements as the scores.
@@ -122,9 +125,25 @@ def _may_attend(first: Op, softmax: Op | None, last: Op) -> bool:
     # In compiled code the softmax is one of a kernel's ops, and its shape is not recorded.
     of = softmax.inputs.dims[:1] if softmax is not None and softmax.name == SOFTMAX else []
     # A learned sink (gpt-oss) adds one key, for the softmax only.
-    if of and math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)):
+    if of and (math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)) or not _are_used(softmax, after)):
         return False
     return (scores.batch, scores.m, scores.n, scores.k) == (result.batch, result.m, result.k, result.n)
+
+
+def _are_used(softmax: Op, after: Sequence[Op]) -> bool:
+    """Return whether a softmax is over the keys, and the ops after it use its result as attention does.
+
+    A fused kernel adds nothing to that result and divides it by no tensor, as slot attention does, and as a memory does
+    that mixes several kinds of weights.
+    """
+    (dims, *_), over = softmax.inputs.dims, softmax.inputs.argument(1)
+    changing = (op for op in after if op.name in ADDS or (op.name in DIVIDES and op.inputs.dims_at(1)))
+    taken = [_longer_than_one(one) for op in changing for one in op.inputs.dims]
+    return over in (None, "", "-1", str(len(dims) - 1)) and _longer_than_one(dims) not in taken
+
+
+def _longer_than_one(dims: Sequence[int]) -> list[int]:
+    return [one for one in dims if one > 1]
 
 
 def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: int) -> int | None:
