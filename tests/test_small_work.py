@@ -97,6 +97,15 @@ def test_few_passes_may_be_computed_at_once_if_the_cpu_reads_the_result_of_each(
     assert one.share == pytest.approx(saved_share, abs=0.1)
 
 
+@pytest.mark.parametrize("program", ["view_averaging", "multiple_choice_scores"])
+def test_passes_that_the_gpu_limits_may_be_computed_at_once(program):
+    """A batch of one fills few SMs, and its matrix products reach low rates."""
+    case, one = case_of(base(program)), priced_changes(base(program))["larger_batch"]
+    assert case.summary.waits_for == "gpu"
+    low, high = one.estimated_savings
+    assert 0.2 < low <= saved(program, {"view_averaging": "at_once"}.get(program, "batches_of_16")) <= high
+
+
 def around(events, launch):
     """Return the outermost op around a launch."""
     found = [e for e in events if e.get("cat") == "cpu_op" and e["ts"] <= launch["ts"] and end(launch) <= end(e)]

@@ -185,8 +185,6 @@ def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", mos
 )
 def larger_batch(case: Case) -> Proposal | None:
     """Return a proposal to compute equal passes at once. Whether a pass needs another one's result is not recorded."""
-    if case.summary.waits_for != "overhead":
-        return None
     grows = case.growing_keys is not None and not _in_turn(case.trace, case.step)
     decodes = grows or case.recomputed_tokens is not None
     in_steps, typical = case.in_each_step(
@@ -507,7 +505,7 @@ def _over_copies(step: Step) -> Iterator[Loop]:
     """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it.
 
     Texts and images may have other sizes. A text that grows with each pass is what the passes before it made. Few
-    passes count if the CPU reads a result of each.
+    passes count, and those with several copies, if the CPU reads a result of each: a copy may be of a constant.
     """
     copies: dict[tuple, list[Op]] = defaultdict(list)
     for one in step.work:
@@ -532,7 +530,7 @@ def _over_copies(step: Step) -> Iterator[Loop]:
             # The CPU reads a result of each pass, and copies none of its shape for the next one.
             are_read = all(one < two for one, two in pairwise(bisect.bisect(times, op.start) for op in passes))
             answers = are_read and results.isdisjoint(str(op.inputs.dims_at(0)) for op in passes)
-            if not grows:
+            if not grows and (each == 1 or answers):
                 yield from _loop(passes, FROM_THE_CPU, FEW if answers else MANY_PASSES)
             break
 
