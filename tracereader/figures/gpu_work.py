@@ -115,8 +115,8 @@ def launch_args(one: Work) -> LaunchArgs:
     return usable(LaunchArgs, one.args) if found is None else found
 
 
-def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[GpuWork, ...]:
-    """Return the GPU work of the step, in order. layers: the model's layer by an activity's id (see layers.py)."""
+def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> Iterator[GpuWork]:
+    """Yield the GPU work of the step, in order. layers: the model's layer by an activity's id (see layers.py)."""
     overlapping = _overlapping(trace.work)
     queries = _queries_before(trace.queries)
     peaks = common_peaks(trace.devices)
@@ -124,7 +124,6 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
     facts = trace.facts if sum(families.says(one).family == "attention" for one in chosen.work) == 1 else RunFacts()
     alike: dict[tuple, tuple] = {}  # what activities with equal names, launches and inputs have in common
     counts: dict[tuple, int] = {}  # see does_it_alone()
-    found = []
     for one, op, same in zip(chosen.work, chosen.asking, _in_all_steps(trace, chosen), strict=True):
         says, launch, call = families.says(one), launch_args(one), one.launch
         alone = does_it_alone(one, op, says, counts)
@@ -139,25 +138,22 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
         sizes, footprint = alike[key]
         shape, times = sizes.shape, [each.dur / 1e3 for each in same]
         # By position, because keywords take several times as long.
-        found.append(
-            GpuWork(
-                one.name,
-                one.kind,
-                _asking(one, op),
-                *(of(times) for of in (median, fmean, min, max)),
-                len(same),
-                not overlapping or overlapping.isdisjoint(map(id, same)),
-                "" if call is None else call.name,
-                None if call is None else (one.start - call.start) / 1e3,
-                queries.get(id(call), 0) if queries else 0,
-                *msgspec.structs.astuple(says),
-                *(shape if isinstance(shape, kind) else None for kind in (Product, Attention, Convolution)),
-                *_rates(sizes, one.dur),
-                *footprint,
-                layers.get(id(one)) if layers else None,
-            )
+        yield GpuWork(
+            one.name,
+            one.kind,
+            _asking(one, op),
+            *(of(times) for of in (median, fmean, min, max)),
+            len(same),
+            not overlapping or overlapping.isdisjoint(map(id, same)),
+            "" if call is None else call.name,
+            None if call is None else (one.start - call.start) / 1e3,
+            queries.get(id(call), 0) if queries else 0,
+            *msgspec.structs.astuple(says),
+            *(shape if isinstance(shape, kind) else None for kind in (Product, Attention, Convolution)),
+            *_rates(sizes, one.dur),
+            *footprint,
+            layers.get(id(one)) if layers else None,
         )
-    return tuple(found)
 
 
 def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median, median_high
 from typing import NamedTuple
 
@@ -260,7 +260,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         matched=tuple(matched),
         unmatched=unmatched,
         unnamed=sum(one.unnamed for one in ranks),
-        groups=_groups(met, matched),
+        groups=tuple(sorted(_groups(met, matched), key=lambda one: -one.waited_us)),
         kinds=_kinds(matched),
         clocks=clocks,
         messages=tuple(messages),
@@ -693,26 +693,22 @@ def _message_waits(waits: _Waits, exposed: Intervals) -> MessageWaits:
     )
 
 
-def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTimes, ...]:
+def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> Iterator[GroupTimes]:
     of_group = (((one.group.description, one.ranks, one.group.size), it) for one, it in zip(met, matched, strict=True))
-    found = []
     for key, some in grouped(of_group).items():
         waited = totals((one.last, sum(one.waits_us)) for one in some)
         last = max(waited, key=waited.get)
         of_rank = [sum(each) for each in zip(*(one.waits_us for one in some), strict=True)]
-        found.append(
-            GroupTimes(
-                *key,
-                collectives=len(some),
-                waited_us=sum(waited.values()),
-                last=last,
-                times_last=sum(one.last == last for one in some),
-                for_last_us=waited[last],
-                transfer_us=sum(one.transfer_us for one in some),
-                late=tuple(rank for rank, us in zip(key[1], of_rank, strict=True) if us < LATE * max(of_rank)),
-            )
+        yield GroupTimes(
+            *key,
+            collectives=len(some),
+            waited_us=sum(waited.values()),
+            last=last,
+            times_last=sum(one.last == last for one in some),
+            for_last_us=waited[last],
+            transfer_us=sum(one.transfer_us for one in some),
+            late=tuple(rank for rank, us in zip(key[1], of_rank, strict=True) if us < LATE * max(of_rank)),
         )
-    return tuple(sorted(found, key=lambda one: -one.waited_us))
 
 
 def _pairs(

@@ -122,7 +122,7 @@ def _waits_for(
         return max(causes, key=causes.get)
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
-    measured = gpu_work(trace, step, {}) if measured is None else measured
+    measured = tuple(gpu_work(trace, step, {})) if measured is None else measured
     # The kernels near that peak have to take most of the step. Idle time counts against it.
     near = totals((one.roof, one.us) for one in measured if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF)
     busy, most = 1 - steady.idle_us / steady_us if steady_us else 0.0, MUCH_KNOWN * sum(one.us for one in measured)

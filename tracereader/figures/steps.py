@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import accumulate, islice
 from operator import itemgetter
@@ -247,8 +247,8 @@ def stands_out(trace: Trace, step: Step, usual: Step) -> bool:
     return len(trace.steps) > 2 and _ratio(trace, step, usual) >= STANDS_OUT
 
 
-def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
-    """Return the measurements of every step, compared with the typical one."""
+def step_facts(trace: Trace, usual: Step) -> Iterator[StepFacts]:
+    """Yield the measurements of every step, compared with the typical one."""
     when_busy = {device: Lengths(busy) for device, busy in _busy_by_device(trace.work).items()}
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace)
@@ -256,7 +256,6 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     usual_busy = median(with_a_middle([us for us in busy if us]) or [0.0])
     asked = [one.start for one in trace.queries]
     lost = trace.quality.incomplete
-    facts = []
     usual_self = None
     for step, gpu_us, stretch in zip(trace.steps, busy, stretches, strict=True):
         has_launch = [(one.launch.start, one.start) for one in step.work if one.launch is not None]
@@ -268,26 +267,23 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
         if wide and usual_self is None:
             usual_self = _self_by_name(usual)
         slow_on_gpu = len(trace.steps) > 2 and 0 < GPU_STANDS_OUT * usual_busy <= gpu_us
-        facts.append(
-            StepFacts(
-                name=step.name,
-                cpu_us=step.us,
-                label_to_first_op_us=_label_gap_us(step),
-                launches=sum(op.kind == "runtime" for op in step.named(LAUNCH.match)) if lost else launches(step),
-                gpu_busy_us=gpu_us,
-                gpu_span_us=(end - start) / 1e3,
-                gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch and not lost else None,
-                launch_to_start_us=(started - launched) / 1e3 if has_launch and not lost else None,
-                occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
-                compiled=compiled,
-                compile_us=compile_us,
-                times_the_typical=ratio if stands_out(trace, step, usual) else None,
-                excess=_excess(trace, step, usual, usual_self) if wide else None,
-                gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
-                loading_us=length(waits) / 1e3 if (waits := loader_waits(step)) else None,
-            )
+        yield StepFacts(
+            name=step.name,
+            cpu_us=step.us,
+            label_to_first_op_us=_label_gap_us(step),
+            launches=sum(op.kind == "runtime" for op in step.named(LAUNCH.match)) if lost else launches(step),
+            gpu_busy_us=gpu_us,
+            gpu_span_us=(end - start) / 1e3,
+            gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch and not lost else None,
+            launch_to_start_us=(started - launched) / 1e3 if has_launch and not lost else None,
+            occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
+            compiled=compiled,
+            compile_us=compile_us,
+            times_the_typical=ratio if stands_out(trace, step, usual) else None,
+            excess=_excess(trace, step, usual, usual_self) if wide else None,
+            gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
+            loading_us=length(waits) / 1e3 if (waits := loader_waits(step)) else None,
         )
-    return tuple(facts)
 
 
 # A step that took this many times an earlier one with the same calls. Steps on the H200 and on two idle cores differ by
@@ -404,6 +400,7 @@ def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]
     )
     spared = (len(times) - 1) // 4  # left out at each end, so that more than half remain
     high = times[-1 - spared] if len(times) >= 3 else None
+    alike = [(mine.us - theirs.us, theirs.us) for mine, theirs in of_calls if mine.calls == theirs.calls]
     return Excess(
         us=step.us - usual.us,
         first_calls=_largest(first_calls),
@@ -412,13 +409,7 @@ def _excess(trace: Trace, step: Step, usual: Step, usual_self: dict[str, "_Own"]
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
         times_low=times[spared] if high is not None else None,
         times_high=high,
-        alike_us=sum(
-            max(0.0, min(mine.us - theirs.us, (high - 1) * theirs.us))
-            for mine, theirs in of_calls
-            if mine.calls == theirs.calls
-        )
-        if high is not None
-        else 0.0,
+        alike_us=0.0 if high is None else sum(max(0.0, min(more, (high - 1) * before)) for more, before in alike),
     )
 
 

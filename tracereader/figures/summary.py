@@ -172,14 +172,14 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Return the measurements of a trace. step: the step to report; None for a typical one."""
     usual = typical(trace)  # only once, because it counts every op of a trace without GPU work
     step = step or usual
-    facts = step_facts(trace, usual)
+    facts = tuple(step_facts(trace, usual))
     counted, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(counted)
     parts = parts_by_device(trace.work, start, end, waits_for_gpus(trace) if len(trace.devices) > 1 else None)
     layers = layer_names(trace, step)
     incomplete = trace.quality.incomplete
     waits_in, waits_in_python = ({}, {}) if incomplete else idle_in(trace, step)
-    measured = gpu_work(trace, step, layers)
+    measured = tuple(gpu_work(trace, step, layers))
     regime = regime_of(trace, usual, step, parts, measured)
     lanes = lanes_us(trace, usual)
     return Summary(

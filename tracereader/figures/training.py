@@ -2,7 +2,7 @@
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import msgspec
@@ -141,7 +141,7 @@ def training(trace: Trace, step: Step) -> Training:
     return Training(
         backward_of=_backward_of(trace, step, ops, again),
         recomputed=_recomputed(step, again),
-        optimizers=_optimizers(step, rest, sparse),
+        optimizers=tuple(_optimizers(step, rest, sparse)),
         syncs=syncs,
         loading=_loading(loads),
         memory=_memory(trace, step),
@@ -260,9 +260,9 @@ def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
     )
 
 
-def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[OptimizerCost, ...]:
+def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> Iterator[OptimizerCost]:
     slices = grouped((op.name.removeprefix(OPTIMIZER).removesuffix(".step"), op) for op in labels(step, OPTIMIZER))
-    found, idle_in = [], Lengths(idle or []) if slices else None
+    idle_in = Lengths(idle or []) if slices else None
     for name, some in slices.items():
         closure, backward = _closure(some, step)
         both, backward = (union((op.start, op.end) for op in ones) for ones in (closure, backward))
@@ -271,20 +271,17 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
         names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
         how = _how(name, names, work)
-        found.append(
-            OptimizerCost(
-                name=name,
-                how=how,
-                faster="" if sparse and name in TAKING_SPARSE else _faster(name, how, OF_COMPLEX_NUMBERS in names),
-                cpu_us=length(own) / 1e3,
-                launches=len({id(one.launch) for one in work}),
-                gpu_us=sum(one.us for one in work),
-                idle_us=None if idle is None else sum(idle_in.between(start, end) for start, end in own) / 1e3,
-                forward_us=length(minus(both, backward)) / 1e3,
-                backward_us=length(backward) / 1e3,
-            )
+        yield OptimizerCost(
+            name=name,
+            how=how,
+            faster="" if sparse and name in TAKING_SPARSE else _faster(name, how, OF_COMPLEX_NUMBERS in names),
+            cpu_us=length(own) / 1e3,
+            launches=len({id(one.launch) for one in work}),
+            gpu_us=sum(one.us for one in work),
+            idle_us=None if idle is None else sum(idle_in.between(start, end) for start, end in own) / 1e3,
+            forward_us=length(minus(both, backward)) / 1e3,
+            backward_us=length(backward) / 1e3,
         )
-    return tuple(found)
 
 
 def _how(name: str, ops: Collection[str], work: Sequence[Work]) -> str:
