@@ -23,7 +23,6 @@ BETWEEN_OPS = f"Python{BETWEEN}"
 IN_BACKWARD = f"backward's thread{BETWEEN}"  # autograd's engine, which runs no Python of its own
 # The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
 NO_RECORDED_CALL = "no recorded op or call"
-_end = attrgetter("end")
 
 
 class GpuTime(msgspec.Struct, frozen=True):
@@ -112,19 +111,17 @@ def parts_by_device(work: Sequence[Work], start: int, end: int, waits: Intervals
         elif one.start + one.dur > start:
             by_device[one.device].append(one)
     found = [_of_device(some, start, end, following.get(device)) for device, some in by_device.items()]
-    return _beside_each_other(found, waits) if waits is not None and len(found) > 1 else found
+    return list(_beside_each_other(found, waits)) if waits is not None and len(found) > 1 else found
 
 
-def _beside_each_other(found: Sequence[Parts], waits: Intervals) -> list[Parts]:
-    """Return the parts with each device's idle time during which another one works: see GpuTime."""
+def _beside_each_other(found: Sequence[Parts], waits: Intervals) -> Iterator[Parts]:
+    """Yield the parts with each device's idle time during which another one works: see GpuTime."""
     works = [union([*one.compute, *one.communication, *one.exposed_copy]) for one in found]
-    parts = []
     for number, one in enumerate(found):
         others = union(chain.from_iterable(busy for place, busy in enumerate(works) if place != number))
         not_launched, launched = both(one.not_launched, both(others, waits)), both(one.launched, others)
         rest = {"not_launched": minus(one.not_launched, not_launched), "launched": minus(one.launched, launched)}
-        parts.append(msgspec.structs.replace(one, **rest, elsewhere=union([*not_launched, *launched])))
-    return parts
+        yield msgspec.structs.replace(one, **rest, elsewhere=union([*not_launched, *launched]))
 
 
 def busiest(parts: Sequence[Parts]) -> Parts | None:
@@ -311,7 +308,7 @@ def python_in(
 def nested(frames: Iterable[Frame]) -> Iterator[tuple[str, int, int, int]]:
     """Yield one thread's Python functions, callers first: name, depth, start, and end, at the latest the caller's."""
     ends, names = [], {}
-    for one in sorted(sorted(frames, key=_end, reverse=True), key=start_of):
+    for one in sorted(sorted(frames, key=attrgetter("end"), reverse=True), key=start_of):
         while ends and ends[-1] <= one.start:
             ends.pop()
         name = one.name

@@ -241,6 +241,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     waits, apart = ({one.rank: _Waits() for one in ranks} for _ in range(2))
     matched, messages = _collectives(met, shift, origin, waits), _collectives(sent, shift, origin, apart)
     leads = [one.lead_us for one in matched]
+    pairs = _pairs(sent, messages, {one.rank: Lengths(_exposed(one)) for one in ranks} if sent else {})
     clocks = msgspec.structs.replace(clocks, lead_us=median(leads) if leads else None)
     return RanksSummary(
         world_size=ranks[0].world_size,
@@ -265,7 +266,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         clocks=clocks,
         messages=tuple(messages),
         unmatched_messages=unmatched_messages,
-        pairs=_pairs(sent, messages, {one.rank: Lengths(_exposed(one)) for one in ranks} if sent else {}),
+        pairs=tuple(sorted(pairs, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us))),
     )
 
 
@@ -711,12 +712,9 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> Iterator[Grou
         )
 
 
-def _pairs(
-    met: Sequence[_Met], messages: Sequence[Collective], exposed: Mapping[int, Lengths]
-) -> tuple[PairTimes, ...]:
+def _pairs(met: Sequence[_Met], messages: Sequence[Collective], exposed: Mapping[int, Lengths]) -> Iterator[PairTimes]:
     """exposed: each rank's exposed communication, by its own clock."""
     of_pair = (((one[0].group.description, one[0].ranks), one) for one in zip(met, messages, strict=True))
-    found = []
     for (description, (source, destination)), some in grouped(of_pair).items():
         place = {rank: at for at, rank in enumerate(some[0][0].group.members)}
         sizes = [message.bytes for _, message in some if message.bytes is not None]
@@ -729,8 +727,7 @@ def _pairs(
         of_all = {"messages": len(some), "bytes": median_high(sizes) if sizes else None}
         waits = {"receiver_waited_us": waited[1] / 1e3, "sender_waited_us": waited[0] / 1e3}
         transfer = sum(message.transfer_us for _, message in some)
-        found.append(PairTimes(description, source, destination, places, **of_all, **waits, transfer_us=transfer))
-    return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
+        yield PairTimes(description, source, destination, places, **of_all, **waits, transfer_us=transfer)
 
 
 def _kinds(matched: Sequence[Collective]) -> tuple[KindTimes, ...]:

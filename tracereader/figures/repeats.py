@@ -83,13 +83,12 @@ def _shared(one: Repeat, other: Repeat) -> int:
     return sum(place in inside for places in one.places for place in places)
 
 
-def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[Repeat]:
-    """Return the CUDA graphs that are launched more than once. Overlapping streams may change the order."""
+def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> Iterator[Repeat]:
+    """Yield the CUDA graphs that are launched more than once. Overlapping streams may change the order."""
     by_launch = grouped((id(one.launch), place) for place, one in enumerate(work) if one.from_graph)
     same = grouped(
         (frozenset(Counter(nodes[place].kind for place in places).items()), places) for places in by_launch.values()
     )
-    found = []
     for replays in same.values():
         first = replays[0]
         if len(replays) < 2 or len(first) < LEAST_PIECES:
@@ -97,8 +96,7 @@ def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWor
         in_order = tuple(tuple(_in_first_order(nodes, first, places)) for places in replays)
         together = first[-1] - first[0] == len(first) - 1
         inner = _folded(nodes[first[0] : first[-1] + 1], work, measured) if together else []
-        found.append(_costs(in_order, inner, work, measured, in_order))
-    return found
+        yield _costs(in_order, inner, work, measured, in_order)
 
 
 def _in_first_order(nodes: list[_Node], first: list[int], places: list[int]) -> Iterator[int]:

@@ -3,7 +3,7 @@
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import fmean, median
 
 import msgspec
@@ -772,19 +772,17 @@ def _why(why: Loss, summary: RanksSummary) -> str:
     return f"{slower} because {'; '.join(['; and because '.join(told), *late])}"
 
 
-def _of_a_late_cpu(summary: RanksSummary, rank: int) -> list[str]:
-    """Return what a rank's CPU does more than the others' medians: launches, and time from launch to launch."""
+def _of_a_late_cpu(summary: RanksSummary, rank: int) -> Iterator[str]:
+    """Yield what a rank's CPU does more than the others' medians: launches, and time from launch to launch."""
     (mine,) = (one for one in summary.ranks if one.rank == rank)
     others = [one for one in summary.ranks if one is not mine]
     launches, usual_launches = per_step(mine, mine.launches), median(per_step(one, one.launches) for one in others)
-    found = []
     if usual_launches and launches > (1 + MORE_LAUNCHES) * usual_launches:
-        found.append(f"it launches {launches:,.0f} times per step instead of {usual_launches:,.0f}")
+        yield f"it launches {launches:,.0f} times per step instead of {usual_launches:,.0f}"
     speeds = [one.between_launches_us for one in others if one.between_launches_us]
     times = mine.between_launches_us / median(speeds) if speeds and mine.between_launches_us else 1.0
     if times >= CPU_IS_SLOWER:
-        found.append(f"from launch to launch its CPU takes {times:.2g} times as long")
-    return found
+        yield f"from launch to launch its CPU takes {times:.2g} times as long"
 
 
 def in_some_steps(summary: RanksSummary, steps: Sequence[str]) -> str:
@@ -795,8 +793,8 @@ def in_some_steps(summary: RanksSummary, steps: Sequence[str]) -> str:
     return f"in {len(steps)} of {counted(len(summary.steps), 'step')} ({names}), "
 
 
-def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
-    """Return each reason as a sentence about the rank."""
+def in_words(reasons: Sequence[Reason], on_gpu: bool) -> Iterator[str]:
+    """Yield each reason as a sentence about the rank."""
     idle = "its GPU is idle {} longer per step for another reason" if on_gpu else "it runs no op for {} longer per step"
     says = {
         "computes": "it computes {} longer per step",
@@ -805,7 +803,6 @@ def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
         "waits for data": "it waits {} longer per step for the DataLoader",
         "idle": idle,
     }
-    told = []
     for one in reasons:
         us, place = one.more_us, ""
         if one.phase is not None:
@@ -814,8 +811,7 @@ def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
                 us = one.phase_us
             else:
                 place = f", {ms(one.phase_us)} of it{place}"
-        told.append(says[one.part].format(ms(us)) + place)
-    return told
+        yield says[one.part].format(ms(us)) + place
 
 
 def link_in_words(link: SlowLink) -> str:

@@ -1,7 +1,7 @@
 """--markdown: a comparison as a comment on a pull request. Names in a trace become neither markup nor mentions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tracereader.command import printable
 from tracereader.figures import Summary
@@ -50,16 +50,14 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def _measures(summaries: Sequence[Summary]) -> list[list[str]]:
+def _measures(summaries: Sequence[Summary]) -> Iterator[list[str]]:
     values = [measures(summary) for summary in summaries]
-    rows = []
     for name in MEASURES:
         before, after = values[0][name], values[-1][name]
         if all(one[name] is None for one in values):
             continue
         change = "" if before is None or after is None else _change(name, before, after)
-        rows.append([TITLES[name], *(value_in_words(name, one[name]) for one in values), change])
-    return rows
+        yield [TITLES[name], *(value_in_words(name, one[name]) for one in values), change]
 
 
 def _change(name: str, before: float, after: float) -> str:
@@ -70,7 +68,7 @@ def _change(name: str, before: float, after: float) -> str:
     return "0%" if after == before else f"{after / before - 1:+.1%}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a table in GitHub's Markdown. Its cells are escaped already."""
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---", *("---:" for _ in heads[1:])], *rows)]
 

@@ -1,7 +1,7 @@
 """The report on several ranks of one run: first who waits for whom, then the evidence."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -257,22 +257,20 @@ def _table(
         out.print(f"{len(some) - len(rows):,} more {left_out} not shown")
 
 
-def left_out(summary: RanksSummary) -> list[str]:
-    """Return notes on missing ranks and on traces that are left out."""
-    found = []
+def left_out(summary: RanksSummary) -> Iterator[str]:
+    """Yield notes on missing ranks and on traces that are left out."""
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
-        found.append(f"missing: {missing}; who waits for {'it' if len(summary.missing) == 1 else 'them'} is not known")
+        yield f"missing: {missing}; who waits for {'it' if len(summary.missing) == 1 else 'them'} is not known"
     for path, why in list(summary.not_read.items())[:5]:
-        found.append(f"left out: {path if is_url(path) else text.shown_path(Path(path))}: {findings.why_not_read(why)}")
+        yield f"left out: {path if is_url(path) else text.shown_path(Path(path))}: {findings.why_not_read(why)}"
     if len(summary.not_read) > 5:
-        found.append(f"left out: {len(summary.not_read) - 5} more")
-    return found
+        yield f"left out: {len(summary.not_read) - 5} more"
 
 
 def notes(summary: RanksSummary) -> list[str]:
     """Return notes on missing and left-out traces, on unmatched collectives, and on the clocks' accuracy."""
-    found = left_out(summary)
+    found = list(left_out(summary))
     if summary.other_steps:
         found.append(_lacking(summary))
     clocks = summary.clocks

@@ -1,6 +1,6 @@
 """torch's profiler table, in the width of a terminal, and how to read it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -25,7 +25,7 @@ def show(out: Console, table: Table, names: Sequence[str], steps: int, view: Vie
     heads = [f"profiler table, {recorded}", "self CPU", "total CPU", *(["self GPU", "total GPU"] * gpu), "calls"]
     all_rows, on_gpu = f"self times of all {len(table.rows)} rows", [unit(table.self_gpu_us), ""] * gpu
     totals = [all_rows, unit(table.self_cpu_us), "", *on_gpu, ""]
-    rows = _rows(shown, names, gpu, unit)
+    rows = list(_rows(shown, names, gpu, unit))
     if rest:
         on_gpu = [unit(sum(row.self_gpu_us for row in rest if row.on_gpu)), ""] * gpu
         calls = f"{sum(row.calls for row in rest):,}"
@@ -35,14 +35,12 @@ def show(out: Console, table: Table, names: Sequence[str], steps: int, view: Vie
         paragraph(out, line)
 
 
-def _rows(shown: Sequence[Row], names: Sequence[str], gpu: bool, unit: Unit) -> list[list[str]]:
+def _rows(shown: Sequence[Row], names: Sequence[str], gpu: bool, unit: Unit) -> Iterator[list[str]]:
     named = kernel_labels([*names, *(row.name for row in shown)])
-    rows = []
     for row in shown:
         cpu = ["–", "–"] if row.on_gpu else [unit(row.self_cpu_us), unit(row.total_cpu_us)]
         times = [unit(row.self_gpu_us), unit(row.total_gpu_us)] if gpu else []
-        rows.append([Name(named[row.name]), *cpu, *times, f"{row.calls:,}"])
-    return rows
+        yield [Name(named[row.name]), *cpu, *times, f"{row.calls:,}"]
 
 
 def _how_to_read(table: Table, unit: Unit) -> list[str]:

@@ -283,20 +283,18 @@ def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
     return Unit("µs", 1.0, 1)
 
 
-def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> list[Unit]:
-    """Return the unit of this name for each column of times (µs) that are compared with the others.
+def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> Iterator[Unit]:
+    """Yield the unit of this name for each column of times (µs) that are compared with the others.
 
     Each column has the decimals that its shortest time needs for four significant digits, but none below 1 µs; or
     0.1 µs, if all of its times are shorter than 10 µs.
     """
     length = {"s": 1e6, "ms": 1e3, "µs": 1.0}[name]
-    units = []
     for column in columns:
         times = [abs(value) for value in column if value]
         before_point = 1 + math.floor(math.log10(min(times, default=length) / length))
         finest = round(math.log10(length)) + (max(times, default=length) < 10.0)
-        units.append(Unit(name, length, max(1, min(4 - before_point, finest))))
-    return units
+        yield Unit(name, length, max(1, min(4 - before_point, finest)))
 
 
 def percent(share: float | None) -> str:

@@ -42,7 +42,6 @@ ONLY_IN_LAYERS, ROOT = ("normalization", "convolution"), "aten::rsqrt"
 # sequence, with the number of sequences.
 SERVES = re.compile(r"execute_(?:context_|new_)?\d+[_(]|step\[\w+").match
 DECODES = re.compile(r"(?:execute_context_0\(0\)_generation_\d+\(|execute_new_0_cached_|step\[DECODE bs=)(\d+)").match
-_begin = itemgetter(0)
 
 
 class StepsBy(enum.Enum):
@@ -111,7 +110,7 @@ def found(ops: Sequence[Op]) -> Marks | None:
     """
     if (served := _served(ops)) is not None:
         return served
-    threads = _threads(ops)
+    threads = sorted(_threads(ops), key=lambda one: -len(one.ops))  # the one with the most ops first
     gradients = sorted([op.start for op in ops if op.name == GIVES_GRADIENT])
     for optimizers in (1, *TAKE_TURNS):
         for thread in threads:
@@ -168,9 +167,8 @@ class _Thread(msgspec.Struct):
         return _outermost_spans(span for _, spans in self.of(begins) for span in spans)
 
 
-def _threads(ops: Sequence[Op]) -> list[_Thread]:
-    """Return the threads that run ops, the one with the most ops first."""
-    found = []
+def _threads(ops: Sequence[Op]) -> Iterator[_Thread]:
+    """Yield the threads that run ops."""
     for track, own in grouped((op.track, op) for op in ops).items():
         # A wait for the GPU after the loop does not count.
         slices = [op for op in own if op.kind != "label" and not SYNCHRONIZES.search(op.name)]
@@ -183,8 +181,7 @@ def _threads(ops: Sequence[Op]) -> list[_Thread]:
         engine = _apart([op for op in run if op.name.startswith(AUTOGRAD)]) if calls else []
         by_name = {name: _apart(_outside(sorted(some, key=start_of), engine)) for name, some in calls.items()}
         start, until = min([op.start for op in slices]), max([op.end for op in slices])
-        found.append(_Thread(track, run, [op for op in own if op.name.startswith(REGION)], start, until, by_name))
-    return sorted(found, key=lambda one: -len(one.ops))
+        yield _Thread(track, run, [op for op in own if op.name.startswith(REGION)], start, until, by_name)
 
 
 def _apart(calls: Iterable[Op]) -> list[tuple[int, int]]:
@@ -243,7 +240,7 @@ def _precedes_forward(zeroes: Sequence[tuple[int, int]], updates: Sequence[tuple
     at = [op.start for op in ops]
     before = after = 0
     for start, end in zeroes:
-        place = bisect.bisect_right(updates, start, key=_begin)
+        place = bisect.bisect_right(updates, start, key=itemgetter(0))
         if place and updates[place - 1][1] > start:
             return False  # the optimizer calls it
         first, last = bisect.bisect_left(at, start), bisect.bisect_left(at, end)

@@ -9,7 +9,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import chain, count, pairwise
 
@@ -270,7 +270,7 @@ def _cold(
     # Memory that is freed and allocated again in a warm step is a finding of its own.
     if not frees and all(op.start < steps[0].end for op in allocations):
         add(allocations, "first allocations")
-    return tuple(_only_once(_without_overlaps(found, steps), steps))
+    return tuple(_only_once(list(_without_overlaps(found, steps)), steps))
 
 
 def _only_once(found: Sequence[Cold], steps: Sequence[Step]) -> Iterable[Cold]:
@@ -370,17 +370,15 @@ def _until_launched(
     return times, by_op
 
 
-def _without_overlaps(found: Iterable[Cold], steps: Sequence[Step]) -> tuple[Cold, ...]:
-    """Return the parts in the steps by start. Of several that overlap on a thread, the first one counts."""
+def _without_overlaps(found: Iterable[Cold], steps: Sequence[Step]) -> Iterator[Cold]:
+    """Yield the parts in the steps by start. Of several that overlap on a thread, the first one counts."""
     reached: dict[tuple, int] = {}
-    kept = []
     first, last = steps[0].start, steps[-1].end
     for one in sorted(found, key=start_of):
         start, end = max(one.start, reached.get(one.track, first)), min(one.end, last)
         if start < end:
-            kept.append(Cold(one.track, start, end, one.what))
+            yield Cold(one.track, start, end, one.what)
             reached[one.track] = end
-    return tuple(kept)
 
 
 def _earlier(steps: Sequence[Step], work: Sequence[Work]) -> Earlier | None:

@@ -225,7 +225,7 @@ def _built(
         overheads=tuple(overheads),
         outside=outside,
         spans=tuple(spans),
-        memory=_memory(memory, zero),
+        memory=tuple(sorted(_memory(memory, zero), key=lambda one: one.time)),
         queries=tuple([op for op in ops if op.name in asking and op.kind == "runtime"] if asking else ()),
         op_names=op_names,
         trains=any(name.startswith((AUTOGRAD, OPTIMIZERS)) for name in op_names),
@@ -245,7 +245,7 @@ def _built(
         defects=document.defects,
         not_known=not_known,
         taken=taken,
-        syncs=_syncs(syncs, calls),
+        syncs=tuple(sorted(_syncs(syncs, calls), key=lambda one: one.call.start)),
         inside=tuple(inside),
         quality=quality,
     )
@@ -385,15 +385,11 @@ def _link(calls: dict[int, Op], work: list[Work]) -> None:
         one.device = one.track[0] if ties.device is None else ties.device
         if ties.stream is not None:
             one.track = (one.track[0], ties.stream)
-        one.launch = calls.get(ties.correlation)
+        one.launch = launch = calls.get(ties.correlation)
         one.is_annotated = bool(ties.name or ties.annotation)
-    for one in work:
-        launch = one.launch
-        if launch is None:
-            continue
-        if launch.work:
+        if launch is not None and launch.work:
             launch.work.append(one)
-        else:
+        elif launch is not None:
             launch.work = [one]
 
 
@@ -422,26 +418,22 @@ class _SyncArgs(msgspec.Struct):
 _sync_args = msgspec.json.Decoder(_SyncArgs)
 
 
-def _syncs(events: list[Event], calls: dict[int, Op]) -> tuple[Sync, ...]:
-    found = []
+def _syncs(events: list[Event], calls: dict[int, Op]) -> Iterator[Sync]:
     for event in events:
         args = decoded_as(_sync_args, event.args)
         call = calls.get(args.correlation) if args else None
         if call is not None:
             device = event.pid if args.device is None else args.device
             awaited = args.awaited if args.awaited >= 0 else None
-            found.append(Sync(args.kind, device, args.stream, call, calls.get(args.record), awaited))
-    return tuple(sorted(found, key=lambda one: one.call.start))
+            yield Sync(args.kind, device, args.stream, call, calls.get(args.record), awaited)
 
 
-def _memory(events: list[Event], zero: int) -> tuple[slices.Memory, ...]:
-    found = []
+def _memory(events: list[Event], zero: int) -> Iterator[slices.Memory]:
     for event in events:
         args = decoded_object(event.args)
         size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
         if is_time(event.ts) and type(size) is type(total) is type(device) is int and abs(total) < 2**60:
-            found.append(slices.Memory(_ns(event, zero), (event.pid, event.tid), size, total, device))
-    return tuple(sorted(found, key=lambda one: one.time))
+            yield slices.Memory(_ns(event, zero), (event.pid, event.tid), size, total, device)
 
 
 def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:

@@ -1,6 +1,7 @@
 """Changes of the GPU work between two runs' steps, by kernel name."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 
@@ -42,7 +43,8 @@ class ChangedWork(msgspec.Struct, frozen=True):
 def changed_work(first: Side, other: Side) -> ChangedWork:
     """Return the changed and the unchanged work of two steps."""
     gone, new = first.work - other.work, other.work - first.work
-    replaced = _replaced(first, other, gone, new)
+    # The op whose work takes longest comes first.
+    replaced = tuple(sorted(_replaced(first, other, gone, new), key=lambda one: -one.us))
     return ChangedWork(_named(first, first.work & other.work), replaced, _named(first, gone), _named(other, new))
 
 
@@ -50,12 +52,11 @@ def _named(side: Side, names: Counter) -> tuple[Named, ...]:
     return tuple(Named(name, count, side.work[name], side.times[name]) for name, count in names.items())
 
 
-def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[Replaced, ...]:
-    """Return the work of each op that both runs call equally often, in the first run and in the second.
+def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> Iterator[Replaced]:
+    """Yield the work of each op that both runs call equally often, in the first run and in the second.
 
-    Both are taken out of `gone` and `new`. The op whose work takes longest comes first.
+    Both are taken out of `gone` and `new`.
     """
-    found = []
     for op, mine in first.work_of.items():
         theirs = other.work_of.get(op)
         if not theirs or first.ops[op] != other.ops[op]:
@@ -64,5 +65,4 @@ def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[Re
         if before and after:
             gone -= before
             new -= after
-            found.append(Replaced(op, first.ops[op], _named(first, before), _named(other, after)))
-    return tuple(sorted(found, key=lambda one: -one.us))
+            yield Replaced(op, first.ops[op], _named(first, before), _named(other, after))

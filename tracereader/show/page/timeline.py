@@ -195,7 +195,7 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
         | {"work_end": max((work.end for work in one.work), default=one.end) - zero}
         for one in trace.steps
     ]
-    return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": _memory(trace, zero)})
+    return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": list(_memory(trace, zero))})
 
 
 def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
@@ -258,17 +258,13 @@ def _idle(trace: Trace, zero: int) -> dict | None:
 MEMORY_POINTS = 2_000
 
 
-def _memory(trace: Trace, zero: int) -> list[dict]:
-    """Return the allocated memory over time, by device: [time, bytes, …]."""
+def _memory(trace: Trace, zero: int) -> Iterator[dict]:
+    """Yield the allocated memory over time, by device: [time, bytes, …]."""
     by_device = grouped((one.device, (max(0, one.time - zero), one.total)) for one in trace.memory)
-    found = []
     for device, points in sorted(by_device.items(), reverse=True):
         events = len(points)
         each = -(-events // MEMORY_POINTS)
         if each > 1:
             points = [max(points[at : at + each], key=lambda point: point[1]) for at in range(0, events, each)]
         title = "CPU" if device < 0 else f"GPU {device}"
-        found.append(
-            {"device": title, "events": events, "each": each, "points": [x for point in points for x in point]}
-        )
-    return found
+        yield {"device": title, "events": events, "each": each, "points": [x for point in points for x in point]}
