@@ -5,10 +5,10 @@ from functools import cached_property
 
 import msgspec
 
-from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
+from tracereader.figures.cpu_work import CpuWork, cpu_work, is_op, outside_ops
 from tracereader.figures.inputs import OfInputs, by_inputs
 from tracereader.figures.steps import label_of, self_ns, self_us
-from tracereader.trace import Op, Step, Trace, all_around
+from tracereader.trace import Op, Step, Trace, all_around, outermost
 from tracereader.trace.backends import shows_use
 from tracereader.trace.grouped import grouped
 from tracereader.trace.slices import dur_of
@@ -145,7 +145,8 @@ class Cpu:
 
     @cached_property
     def op_threads(self) -> int:
-        return op_threads(self._step)
+        """Return the number of threads that ran ops."""
+        return len({one.track for one in outermost(self._step.roots, is_op)})
 
     @cached_property
     def _reach_gpu(self) -> dict[int, Op]:

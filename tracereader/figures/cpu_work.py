@@ -64,11 +64,6 @@ def is_op(call: Op) -> bool:
     return call.kind == "op" or call.name.startswith(INDUCTORS_CALL)
 
 
-def op_threads(step: Step) -> int:
-    """Return the number of threads that ran ops in a step."""
-    return len({one.track for one in outermost(step.roots, is_op)})
-
-
 def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork, ...]:
     """Return the matrix products, attention and pointwise ops of a step, in order.
 

@@ -91,12 +91,11 @@ def _short_names(*some: Sequence[Named]) -> dict[str, str]:
 def _with_times(some: Sequence[Named], shown: dict[str, str]) -> str:
     """Return the names with their counts and times, the costliest first. shown: the printed form of each name."""
     costliest = sorted(some, key=lambda one: -one.us)
-    clauses = [f"{one.count} x {shown[one.name]} ({_time(one)} µs)" for one in costliest[:NAMES_SHOWN]]
-    return ", ".join(clauses) + _and_more(len(costliest), NAMES_SHOWN)
+    return some_of([f"{one.count} x {shown[one.name]} ({_time(one)} µs)" for one in costliest], NAMES_SHOWN)
 
 
 def _without_times(some: Sequence[Named], shown: dict[str, str], most: int) -> str:
-    return ", ".join(f"{one.count} x {shown[one.name]}" for one in some[:most]) + _and_more(len(some), most)
+    return some_of([f"{one.count} x {shown[one.name]}" for one in some], most)
 
 
 def _time(one: Named) -> str:
@@ -129,7 +128,7 @@ def _inputs(first: Side, other: Side) -> list[str]:
         if before and after and before != after and before.total() == after.total():
             gone, new = ([one for one, _ in some.most_common()] for some in (before - after, after - before))
             texts.append(f"{name} {some_of(gone, 1)}, then {some_of(new, 1)}")
-    rest = _and_more(len(texts), INPUTS_SHOWN).replace(" more", " more ops")
+    rest = f" and {len(texts) - INPUTS_SHOWN:,} more ops" * (len(texts) > INPUTS_SHOWN)
     return [f"inputs: {'; '.join(texts[:INPUTS_SHOWN])}{rest}"] if texts else []
 
 
@@ -143,11 +142,6 @@ def _graphs(first: Side, other: Side) -> list[str]:
     return [f"the compiled {has}: {before}, then {after}"]
 
 
-def _and_more(count: int, shown: int) -> str:
-    return f" and {count - shown:,} more" if count > shown else ""
-
-
 def setup(side: Side) -> str:
     """Return the GPU activities of one run's step as text, counted by operation."""
-    shown = ", ".join(f"{count} x {part}" for part, count in side.parts.most_common(NAMES_SHOWN))
-    return shown + _and_more(len(side.parts), NAMES_SHOWN) or "no GPU work"
+    return some_of([f"{count} x {part}" for part, count in side.parts.most_common()], NAMES_SHOWN) or "no GPU work"
