@@ -378,8 +378,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
     named = labels([one.name for one in shown], 50)
     rows = [(Name(named[one.name]), gpu(one.gpu_us), f"{one.pieces:,}", *[cpu(one.cpu_us)] * on_cpu) for one in shown]
     if rest:
-        count = sum(one.pieces for one in rest)
-        rows.append((others(rest), gpu(sum(one.gpu_us for one in rest)), f"{count:,}", *[""] * on_cpu))
+        rows.append((others(rest), gpu(gpu_us[-1]), f"{sum(one.pieces for one in rest):,}", *[""] * on_cpu))
     return (title, f"GPU {gpu.name}", "activities", *[f"CPU {cpu.name}"] * on_cpu), rows
 
 
