@@ -187,7 +187,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
         from tracereader.command import RunFailed
         from tracereader.show.limits import crossed
 
-        if crossings := crossed(summaries, limits):
+        if crossings := list(crossed(summaries, limits)):
             raise RunFailed("; ".join(crossings))
 
 

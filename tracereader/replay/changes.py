@@ -92,7 +92,7 @@ def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
 def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
     """Return the graph without this GPU work and without the ops that launch nothing else."""
     work = list(work)
-    return _without_activities(without_cpu_time(graph, spans_of(launching_only(graph, [work])[0])), work)
+    return _without_activities(without_cpu_time(graph, spans_of(next(launching_only(graph, [work])))), work)
 
 
 def with_smaller_graphs(graph: Graph, work: Iterable[Work]) -> Graph:
@@ -126,13 +126,13 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
     return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
 
 
-def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[list[Op]]:
-    """Return for each group of work the outermost ops and calls that launch only work of the group.
+def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> Iterator[list[Op]]:
+    """Yield for each group of work the outermost ops and calls that launch only work of the group.
 
     An activity is in one group at most. Only ops around the work's calls that no annotation separates from them are
     looked at, and what lies in these ops.
     """
-    (launched, outermost_of), found = graph.launched, []
+    launched, outermost_of = graph.launched
     of_groups = [{id(one.launch): one.launch for one in group if one.launch is not None} for group in groups]
     # A call outside of the replayed steps stays as it is.
     roots = {outermost_of[key] for calls in of_groups for key in calls if key in outermost_of}
@@ -148,14 +148,11 @@ def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[lis
                 op = op.parent
                 below[id(op)] += launched[key]
                 key = id(op)
-        found.append(
-            [
-                op
-                for key, op in whole.items()
-                if key in roots or (id(op.parent) not in whole and any(id(above) in roots for above in op.above()))
-            ]
-        )
-    return found
+        yield [
+            op
+            for key, op in whole.items()
+            if key in roots or (id(op.parent) not in whole and any(id(above) in roots for above in op.above()))
+        ]
 
 
 def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:

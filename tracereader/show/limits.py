@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tracereader.command import BadInput, printable
@@ -61,8 +61,8 @@ def measures(summary: Summary) -> dict[str, float | None]:
     }
 
 
-def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
-    """Return a sentence for each limit that a run crosses against the first.
+def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> Iterator[str]:
+    """Yield a sentence for each limit that a run crosses against the first.
 
     Raises BadInput if the figures do not compare, or a trace does not have one.
     """
@@ -72,7 +72,6 @@ def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
             "--fail-if: the figures per step do not compare, because only some of the traces have profiler steps"
         )
     first, *others = map(measures, summaries)
-    found = []
     for limit in limits:
         for number, other in enumerate(others, 2):
             before, after = first[limit.measure], other[limit.measure]
@@ -80,8 +79,7 @@ def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
                 raise BadInput(f"--fail-if {limit.text!r}: the traces do not show {limit.measure}")
             if COMPARISONS[limit.comparison](changed(limit, before, after), limit.amount):
                 run = f"run {number}: " * (len(others) > 1)
-                found.append(f"{run}{in_words(limit.measure, before, after)} ({limit.text})")
-    return found
+                yield f"{run}{in_words(limit.measure, before, after)} ({limit.text})"
 
 
 def changed(limit: Limit, before: float, after: float) -> float:

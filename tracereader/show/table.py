@@ -31,7 +31,7 @@ def show(out: Console, table: Table, names: Sequence[str], steps: int, view: Vie
         calls = f"{sum(row.calls for row in rest):,}"
         rows.append([others(rest), unit(sum(row.self_cpu_us for row in rest)), "", *on_gpu, calls])
     print_columns(out, heads, [*rows, totals], section="table")
-    for line in _how_to_read(table, unit)[: 1 if view.brief else None]:
+    for line in list(_how_to_read(table, unit))[: 1 if view.brief else None]:
         paragraph(out, line)
 
 
@@ -43,22 +43,20 @@ def _rows(shown: Sequence[Row], names: Sequence[str], gpu: bool, unit: Unit) -> 
         yield [Name(named[row.name]), *cpu, *times, f"{row.calls:,}"]
 
 
-def _how_to_read(table: Table, unit: Unit) -> list[str]:
-    lines = []
+def _how_to_read(table: Table, unit: Unit) -> Iterator[str]:
     label = next((row for row in table.rows if row.name == table.label and not row.on_gpu), None)
     if label and table.label_calls:
         calls = [f"{unit(time)} {plain(short(name, 30))}" for name, time in table.label_calls.items()]
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
         calls = calls[:CALLS_NAMED] + ([f"{unit(rest)} other calls"] if rest else [])
-        lines.append(
+        yield (
             f"self: time in the row itself; total: with the calls below it. {plain(label.name)}'s total of "
             f"{unit(label.total_cpu_us)} {unit.name} is {unit(label.self_cpu_us)} of self time + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:
         if label and span.name == label.name and span.us > LABEL_SPAN_MISLEADS * table.self_gpu_us > 0:
-            lines.append(
+            yield (
                 f"torch lists {plain(label.name)} twice: the second row, which this table omits, is from its first "
                 f"kernel's start to its last one's end, including idle gaps: {duration(span.us)}, "
                 f"{span.us / table.self_gpu_us:,.0%} of the GPU's time"
             )
-    return lines
