@@ -20,6 +20,7 @@ from test_later_workloads import edited
 from test_opportunities import priced_changes, raw_events
 
 from tracereader.changes import less_data
+from tracereader.changes.equal_passes import FROM_THE_CPU, all_loops
 from tracereader.figures import summarize
 from tracereader.trace import read
 
@@ -102,6 +103,7 @@ def test_passes_that_the_gpu_limits_may_be_computed_at_once(program):
     """A batch of one fills few SMs, and its matrix products reach low rates."""
     case, one = case_of(base(program)), priced_changes(base(program))["larger_batch"]
     assert case.summary.waits_for == "gpu"
+    assert "idle" not in one.evidence
     low, high = one.estimated_savings
     assert 0.2 < low <= saved(program, {"view_averaging": "at_once"}.get(program, "batches_of_16")) <= high
 
@@ -136,10 +138,63 @@ def two_of_each_shape(events):
             around(events, launch)["args"]["Input Dims"][0] = [[1, 3, 160, 160], [3, 160, 160], [76800, 1]][place // 2]
 
 
-@pytest.mark.parametrize("edit", [read_at_the_end, results_of_the_inputs_shape, two_of_each_shape])
+def results_without_a_dimension_of_one(events):
+    for mark in raw_steps(events):
+        for launch in inputs_and_results(events, mark)[1]:
+            around(events, launch)["args"]["Input Dims"][0] = [3, 160, 160]
+
+
+def only_checks(events):
+    for mark in raw_steps(events):
+        for launch in inputs_and_results(events, mark)[1]:
+            around(events, launch)["name"] = "aten::is_nonzero"
+
+
+def only_losses(events):
+    for mark in raw_steps(events):
+        for launch in inputs_and_results(events, mark)[1]:
+            around(events, launch)["args"]["Input Dims"][0] = []
+
+
+def a_state_that_is_given_once(events):
+    """Let a step copy a tensor of the results' shape before its passes, as a forecast's first state is."""
+    for mark in raw_steps(events):
+        launch = inputs_and_results(events, mark)[0][0]
+        op = around(events, launch)
+        (copy,) = (
+            e for e in events
+            if e.get("cat") == "gpu_memcpy" and e["args"]["correlation"] == launch["args"]["correlation"]
+        )  # fmt: skip
+        other = {"correlation": copy["args"]["correlation"] + 10**6}
+        events += [
+            op | {"ts": op["ts"] - 0.5, "dur": 0.4, "args": op["args"] | {"Input Dims": [[1, 3, 640, 640], []]}},
+            launch | {"ts": op["ts"] - 0.4, "dur": 0.2, "args": launch["args"] | other},
+            copy | {"ts": copy["ts"] - 0.1, "dur": 0.05, "args": copy["args"] | other},
+        ]
+
+
+def another_model_in_the_last_pass(events):
+    for mark in raw_steps(events):
+        last = inputs_and_results(events, mark)[0][-1]
+        for e in in_step(events, mark, "cpu_op"):
+            if e["ts"] > end(last) and e["name"] == "aten::conv2d":
+                e["name"] = "aten::conv1d"
+
+
+@pytest.mark.parametrize("edit", [
+    read_at_the_end, results_of_the_inputs_shape, two_of_each_shape, results_without_a_dimension_of_one, only_checks,
+    only_losses, a_state_that_is_given_once, another_model_in_the_last_pass,
+])  # fmt: skip
 def test_few_passes_may_be_parts_of_one_computation(tmp_path, edit):
     file = edited(base("photo_upscaler"), tmp_path, edit)
     assert "larger_batch" not in priced_changes(file)
+
+
+def test_a_later_input_of_another_kind_is_no_pass():
+    """A search embeds four batches of texts, each with its mask, and then copies the embedded questions."""
+    trace = read(base("embedding_search"))
+    found = [one for one in all_loops(trace, trace.steps[-1]) if one.what == FROM_THE_CPU]
+    assert {len(one.starts) for one in found} <= {4}
 
 
 def copies_of(dims):

@@ -97,6 +97,7 @@ NUMBERS = re.compile(r"aten::(arg\w+|sort|topk|multinomial|max|min|to|nonzero|bu
 # What may follow a lookup: what averages it and its marks, and conversions to the types of these numbers, all floats.
 POOLS = re.compile(r"aten::(sum|mean|mul|div|ne|clamp|arange)$").match
 TO_FLOATS = [("aten::to", [number]) for number in ("5", "6", "7", "15")]
+BEGINS = 50  # ops of a pass, which tell models apart
 FEW = 3  # such as the texts of a triplet. More calls may be steps that pass a state on
 POOLING = ("aten::mean", "aten::sum", "aten::amax", "aten::amin")
 WHOLE_NUMBERS = re.compile(r"-?\d+", re.ASCII).findall
@@ -229,6 +230,7 @@ def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence
         on_cpu = _on_the_cpu(work) if loop.what == FROM_THE_CPU else ""
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
+    idle *= case.summary.waits_for == "overhead"
     at_once = with_durations(without_work(without_cpu_time(case.graph, spans), gone), case.in_all_steps(us))
     return msgspec.structs.replace(_proposed(at_once, typical, how + on_cpu, idle), error=prices.ONE_PASS_ERROR)
 
@@ -505,7 +507,8 @@ def _over_copies(step: Step) -> Iterator[Loop]:
     """Yield the loops that copy an equal input from the CPU in each pass, and launch something with it.
 
     Texts and images may have other sizes. A text that grows with each pass is what the passes before it made. Few
-    passes count, and those with several copies, if the CPU reads a result of each: a copy may be of a constant.
+    passes count, and those with several copies, if they begin alike and the CPU reads a result of each: a copy may be
+    of a constant.
     """
     copies: dict[tuple, list[Op]] = defaultdict(list)
     for one in step.work:
@@ -516,23 +519,39 @@ def _over_copies(step: Step) -> Iterator[Loop]:
                 calls = copies[op.track, op.name, str(sizes)]
                 if op.kind == "op" and op not in calls[-1:] and not one_number:
                     calls.append(op)
+    given = Counter(_size(one.launch) for one in step.work if "HtoD" in one.name and one.launch is not None)
     reads = [one.launch for one in step.work if "DtoH" in one.name and one.launch is not None]
-    times, results = sorted(map(start_of, reads)), {str(one.outermost_call().inputs.dims_at(0)) for one in reads}
+    reads = [one for one in reads if one.outermost_call().name in COPIES and _size(one)]  # no checks, and no losses
+    times, results = sorted(map(start_of, reads)), set(map(_size, reads))
     for calls in copies.values():
         calls.sort(key=lambda op: op.start)
         for each in range(1, len(calls) // 2 + 1):  # how many inputs a pass copies
             passes = calls[::each]
             launched = _launches(step, [(one.end, two.start) for one, two in pairwise(passes)])
-            if min(launched) < 2 or max(launched) > 2 * min(launched):
+            if len(calls) % each or min(launched) < 2 or max(launched) > 2 * min(launched):
                 continue
             lengths = [[dims[-1:] for dims in op.inputs.dims] for op in passes]
             grows = lengths[:1] != lengths[-1:] and lengths == sorted(lengths)
-            # The CPU reads a result of each pass, and copies none of its shape for the next one.
+            # The CPU reads a result of each pass. None has the shape of its input, or of a state that is given once.
             are_read = all(one < two for one, two in pairwise(bisect.bisect(times, op.start) for op in passes))
-            answers = are_read and results.isdisjoint(str(op.inputs.dims_at(0)) for op in passes)
+            handed = results & {*map(_size, passes), *(size for size, n in given.items() if n < len(passes))}
+            answers = are_read and not handed and _begin_alike(step, passes)
             if not grows and (each == 1 or answers):
                 yield from _loop(passes, FROM_THE_CPU, FEW if answers else MANY_PASSES)
             break
+
+
+def _size(call: Op) -> str:
+    """Return the first shape of the outermost op around a call, without dimensions of one; "" for one number."""
+    found = [one for one in call.outermost_call().inputs.dims_at(0) or () if one > 1]
+    return str(found) if found else ""
+
+
+def _begin_alike(step: Step, passes: Sequence[Op]) -> bool:
+    """Return whether the same ops begin each pass, as they do if all call one model."""
+    places = [bisect.bisect_left(step.outermost, op.start, key=start_of) for op in passes]
+    count = min(BEGINS, *(two - one for one, two in pairwise(places)))
+    return len({tuple(op.name for op in step.outermost[place : place + count]) for place in places}) == 1
 
 
 def _in_turn(trace: Trace, step: Step) -> list[Op]:
