@@ -190,6 +190,16 @@ def test_a_fused_kernel_reads_shared_keys_once(tmp_path):
     assert found.scores.at_least == 2 * 8 * (16 + 2) * 1024 * 64 * 2
 
 
+def softmax_with(**args):
+    def change(document):
+        with_shapes(document)
+        for event in document["traceEvents"]:
+            if event.get("name") == "aten::_softmax":
+                event["args"] |= args
+
+    return change
+
+
 # 32 x 1000 are other logits. One more column is a learned sink, which takes part only in the softmax.
 @pytest.mark.parametrize(
     ("of", "holds"),
@@ -197,13 +207,7 @@ def test_a_fused_kernel_reads_shared_keys_once(tmp_path):
 )
 @pytest.mark.parametrize("name", ["naive", "cpu_naive"])
 def test_another_softmax_is_not_attention(tmp_path, name, of, holds):
-    def change(document):
-        with_shapes(document)
-        for event in document["traceEvents"]:
-            if event.get("name") == "aten::_softmax":
-                event["args"]["Input Dims"] = [of, [], []]
-
-    ours = summarize(read(altered(tmp_path, name, change)))
+    ours = summarize(read(altered(tmp_path, name, softmax_with(**{"Input Dims": [of, [], []]}))))
     (batch, rows, _), (_, _, columns) = PRODUCTS[0]
     assert holds is (math.prod(of) in (batch * rows * columns, batch * rows * (columns + 1)))
     assert len(ours.attention.unfused) == holds
@@ -214,14 +218,8 @@ def test_another_softmax_is_not_attention(tmp_path, name, of, holds):
 @pytest.mark.parametrize("name", ["naive", "cpu_naive"])
 def test_a_softmax_over_another_dimension_is_not_attention(tmp_path, name, over, holds):
     """Slot attention has one over the queries."""
-
-    def change(document):
-        with_shapes(document)
-        for event in document["traceEvents"]:
-            if event.get("name") == "aten::_softmax":
-                event["args"]["Concrete Inputs"] = ["", over, "False"]
-
-    assert len(summarize(read(altered(tmp_path, name, change))).attention.unfused) == holds
+    file = altered(tmp_path, name, softmax_with(**{"Concrete Inputs": ["", over, "False"]}))
+    assert len(summarize(read(file)).attention.unfused) == holds
 
 
 # A number divides the weights if dropout is written by hand.

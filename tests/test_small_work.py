@@ -75,13 +75,11 @@ def test_a_pass_may_have_an_input_of_its_own_from_the_cpu(program):
 
 
 def inputs_and_results(events, mark):
-    """Return the launches of a step's copies to the GPU and to the CPU, in order."""
+    """Return a step's copies to the GPU and to the CPU, each after its launch, in the order of the launches."""
     launches = {e["args"].get("correlation"): e for e in events if e.get("cat") == "cuda_runtime"}
-    copies = in_step(events, mark, "gpu_memcpy")
-    return [
-        sorted((launches[e["args"]["correlation"]] for e in copies if way in e["name"]), key=lambda e: e["ts"])
-        for way in ("HtoD", "DtoH")
-    ]
+    pairs = [(launches[e["args"]["correlation"]], e) for e in in_step(events, mark, "gpu_memcpy")]
+    pairs.sort(key=lambda pair: pair[0]["ts"])
+    return [[pair for pair in pairs if way in pair[1]["name"]] for way in ("HtoD", "DtoH")]
 
 
 # A pass designs a protein, compares two photos, or enlarges a tile. The CPU reads what it made.
@@ -91,8 +89,10 @@ def inputs_and_results(events, mark):
 def test_few_passes_may_be_computed_at_once_if_the_cpu_reads_the_result_of_each(program, inputs, saved_share):
     events, mark = typical(program)
     given, read = inputs_and_results(events, mark)
-    begins = [e["ts"] for e in given[::inputs]]
-    assert all(any(a < e["ts"] < b for e in read) for a, b in zip(begins, [*begins[1:], end(mark)], strict=True))
+    begins = [launch["ts"] for launch, _ in given[::inputs]]
+    assert all(
+        any(a < launch["ts"] < b for launch, _ in read) for a, b in zip(begins, [*begins[1:], end(mark)], strict=True)
+    )
     one = priced_changes(base(program))["larger_batch"]
     assert one.evidence.startswith(f"each of {len(begins)} passes computes with an input of its own from the CPU")
     assert one.share == pytest.approx(saved_share, abs=0.1)
@@ -117,54 +117,46 @@ def around(events, launch):
 def read_at_the_end(events):
     """Let the CPU read only the last result of a step."""
     for mark in raw_steps(events):
-        for launch in inputs_and_results(events, mark)[1][:-1]:
-            (copy,) = (
-                e for e in events
-                if e.get("cat") == "gpu_memcpy" and e["args"]["correlation"] == launch["args"]["correlation"]
-            )  # fmt: skip
+        for _, copy in inputs_and_results(events, mark)[1][:-1]:
             copy["name"] = "Memcpy DtoD (Device -> Device)"
 
 
 def results_of_the_inputs_shape(events):
     for mark in raw_steps(events):
-        for launch in inputs_and_results(events, mark)[1]:
+        for launch, _ in inputs_and_results(events, mark)[1]:
             around(events, launch)["args"]["Input Dims"][0] = [1, 3, 160, 160]
 
 
 def two_of_each_shape(events):
     """Let a step enlarge three kinds of tiles, two of each."""
     for mark in raw_steps(events):
-        for place, launch in enumerate(inputs_and_results(events, mark)[0]):
+        for place, (launch, _) in enumerate(inputs_and_results(events, mark)[0]):
             around(events, launch)["args"]["Input Dims"][0] = [[1, 3, 160, 160], [3, 160, 160], [76800, 1]][place // 2]
 
 
 def results_without_a_dimension_of_one(events):
     for mark in raw_steps(events):
-        for launch in inputs_and_results(events, mark)[1]:
+        for launch, _ in inputs_and_results(events, mark)[1]:
             around(events, launch)["args"]["Input Dims"][0] = [3, 160, 160]
 
 
 def only_checks(events):
     for mark in raw_steps(events):
-        for launch in inputs_and_results(events, mark)[1]:
+        for launch, _ in inputs_and_results(events, mark)[1]:
             around(events, launch)["name"] = "aten::is_nonzero"
 
 
 def only_losses(events):
     for mark in raw_steps(events):
-        for launch in inputs_and_results(events, mark)[1]:
+        for launch, _ in inputs_and_results(events, mark)[1]:
             around(events, launch)["args"]["Input Dims"][0] = []
 
 
 def a_state_that_is_given_once(events):
     """Let a step copy a tensor of the results' shape before its passes, as a forecast's first state is."""
     for mark in raw_steps(events):
-        launch = inputs_and_results(events, mark)[0][0]
+        launch, copy = inputs_and_results(events, mark)[0][0]
         op = around(events, launch)
-        (copy,) = (
-            e for e in events
-            if e.get("cat") == "gpu_memcpy" and e["args"]["correlation"] == launch["args"]["correlation"]
-        )  # fmt: skip
         other = {"correlation": copy["args"]["correlation"] + 10**6}
         events += [
             op | {"ts": op["ts"] - 0.5, "dur": 0.4, "args": op["args"] | {"Input Dims": [[1, 3, 640, 640], []]}},
@@ -175,7 +167,7 @@ def a_state_that_is_given_once(events):
 
 def another_model_in_the_last_pass(events):
     for mark in raw_steps(events):
-        last = inputs_and_results(events, mark)[0][-1]
+        last, _ = inputs_and_results(events, mark)[0][-1]
         for e in in_step(events, mark, "cpu_op"):
             if e["ts"] > end(last) and e["name"] == "aten::conv2d":
                 e["name"] = "aten::conv1d"
@@ -194,7 +186,21 @@ def test_a_later_input_of_another_kind_is_no_pass():
     """A search embeds four batches of texts, each with its mask, and then copies the embedded questions."""
     trace = read(base("embedding_search"))
     found = [one for one in all_loops(trace, trace.steps[-1]) if one.what == FROM_THE_CPU]
-    assert {len(one.starts) for one in found} <= {4}
+    assert {len(one.starts) for one in found} == {4}
+
+
+def without_the_first_photo(events):
+    for mark in raw_steps(events):
+        inputs_and_results(events, mark)[0][0][1]["name"] = "Memcpy DtoD (Device -> Device)"
+
+
+@pytest.mark.parametrize(("edit", "begins"), [(lambda events: None, True), (without_the_first_photo, False)])
+def test_each_pass_copies_as_many_inputs(tmp_path, edit, begins):
+    """With seven photos, every other one is the second of a pair, and no pass begins with it."""
+    trace = read(edited(base("keypoint_matching"), tmp_path, edit))
+    photos = {op.start for op in trace.steps[-1].named("aten::to".__eq__) if op.inputs.dims_at(0) == [1, 1, 480, 640]}
+    found = [one for one in all_loops(trace, trace.steps[-1]) if one.what == FROM_THE_CPU]
+    assert any(photos.issuperset(one.starts) for one in found) == begins
 
 
 def copies_of(dims):

@@ -33,6 +33,7 @@ from tracereader.figures.phases import (
     nodes_by_forward,
 )
 from tracereader.figures.places import NUMBER
+from tracereader.figures.sizes import without_ones
 from tracereader.figures.steps import outermost_named
 from tracereader.findings.finding import duration
 from tracereader.findings.ops import NO_VALUES, VIEWS
@@ -543,7 +544,7 @@ def _over_copies(step: Step) -> Iterator[Loop]:
 
 def _size(call: Op) -> str:
     """Return the first shape of the outermost op around a call, without dimensions of one; "" for one number."""
-    found = [one for one in call.outermost_call().inputs.dims_at(0) or () if one > 1]
+    found = without_ones(call.outermost_call().inputs.dims_at(0) or ())
     return str(found) if found else ""
 
 

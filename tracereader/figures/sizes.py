@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 
@@ -136,6 +137,11 @@ def _convolves(kernel: str) -> bool:
 def _two_byte_type(dtype: Dtype | None) -> str:
     """Return bf16 or fp16 for these types, else "". For fp32 only the kernel's name shows whether it uses TF32."""
     return dtype.name if dtype and dtype.name in ("bf16", "fp16") else ""
+
+
+def without_ones(dims: Iterable[int]) -> list[int]:
+    """Return a shape without its dimensions of one, which views add and drop."""
+    return [one for one in dims if one > 1]
 
 
 def product(op: str, dims: list[list[int]]) -> Product | None:

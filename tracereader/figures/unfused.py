@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tracereader.figures.moved import BOOLEAN_RESULT
-from tracereader.figures.sizes import product
+from tracereader.figures.sizes import product, without_ones
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
@@ -125,12 +125,12 @@ def _may_attend(first: Op, softmax: Op | None, last: Op, after: Sequence[Op]) ->
     # In compiled code the softmax is one of a kernel's ops, and its shape is not recorded.
     of = softmax.inputs.dims[:1] if softmax is not None and softmax.name == SOFTMAX else []
     # A learned sink (gpt-oss) adds one key, for the softmax only.
-    if of and (math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)) or not _are_used(softmax, after)):
+    if of and (math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)) or not _gives_weights(softmax, after)):
         return False
     return (scores.batch, scores.m, scores.n, scores.k) == (result.batch, result.m, result.k, result.n)
 
 
-def _are_used(softmax: Op, after: Sequence[Op]) -> bool:
+def _gives_weights(softmax: Op, after: Sequence[Op]) -> bool:
     """Return whether a softmax is over the keys, and the ops after it use its result as attention does.
 
     A fused kernel adds nothing to that result and divides it by no tensor, as slot attention does, and as a memory does
@@ -138,12 +138,8 @@ def _are_used(softmax: Op, after: Sequence[Op]) -> bool:
     """
     (dims, *_), over = softmax.inputs.dims, softmax.inputs.argument(1)
     changing = (op for op in after if op.name in ADDS or (op.name in DIVIDES and op.inputs.dims_at(1)))
-    taken = [_longer_than_one(one) for op in changing for one in op.inputs.dims]
-    return over in (None, "", "-1", str(len(dims) - 1)) and _longer_than_one(dims) not in taken
-
-
-def _longer_than_one(dims: Sequence[int]) -> list[int]:
-    return [one for one in dims if one > 1]
+    taken = [without_ones(one) for op in changing for one in op.inputs.dims]
+    return over in (None, "", "-1", str(len(dims) - 1)) and without_ones(dims) not in taken
 
 
 def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: int) -> int | None:
