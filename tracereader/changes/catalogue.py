@@ -93,14 +93,14 @@ def warm_up(summary: Summary) -> Opportunity | None:
 
 def each_priced(
     case: Case, show: Callable[[str], None] = progress.nowhere, alone: bool = False
-) -> list[tuple[Opportunity, float]]:
-    """Return the changes that a trace suggests and that are worth showing, and how much GPU work each saves.
+) -> Iterator[tuple[Opportunity, float]]:
+    """Yield the changes that a trace suggests and that are worth showing, and how much GPU work each saves.
 
     The GPU work is the summed time of one step's activities (µs). show: shows what is done next. alone: whether the
     trace is of one rank of many. Its collectives may have waited for the other ranks, and the wait would be in another
     collective then. So no collective becomes shorter.
     """
-    unprofiled, frames, found = case.unprofiled, users_frames(case.trace.frames), []
+    unprofiled, frames = case.unprofiled, users_frames(case.trace.frames)
     backend, on_gpu = case.trace.backend, bool(case.trace.work)
     error = CPU_ERROR if case.summary.waits_for == "overhead" and not changes_the_regime(case.summary) else 0.0
     lost, gpu_bound = unexplained_us(case.summary), is_gpu_bound(case.summary)
@@ -125,8 +125,7 @@ def each_priced(
             said["function"] = function_around(frames, _spans(case, proposal.graph, shorter)) if frames else None
             kernels = tuple(dict.fromkeys(work.name for work in shorter))
             one = msgspec.structs.replace(one, needs_other_ranks=shortens, kernels=kernels, **said)
-            found.append((one, sum(shorter.values()) / 1e3))
-    return found
+            yield one, sum(shorter.values()) / 1e3
 
 
 def _with_collectives(case: Case, after: Graph) -> Graph:

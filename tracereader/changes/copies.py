@@ -1,7 +1,7 @@
 """Changes of copies and memory: copies ahead, and activations that are not recomputed."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
 from tracereader.changes import prices
@@ -47,7 +47,7 @@ def no_recompute(case: Case) -> Proposal | None:
     if (recomputed := case.summary.training.recomputed) is None:
         return None
     ops = [op for step in case.steps for op in recomputed_ops(step)]
-    spans = _stretches(ops) + [span for step in case.steps for span in chain(_entering(step), _unpacking(step))]
+    spans = [*_stretches(ops), *(span for step in case.steps for span in chain(_entering(step), _unpacking(step)))]
     return Proposal(
         without_cpu_time(without_ops(case.graph, ops), spans),
         f"{counted(recomputed.calls, 'forward op')} run again in backward: "
@@ -56,17 +56,15 @@ def no_recompute(case: Case) -> Proposal | None:
     )
 
 
-def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
-    """Return the spans of these ops within each parent op of the backward.
+def _stretches(ops: Sequence[Op]) -> Iterator[tuple[tuple, int, int]]:
+    """Yield the spans of these ops within each parent op of the backward.
 
     A span has the checkpoint's own calls: from the parent's start, until its next op begins or it ends.
     """
-    found = []
     for some in grouped((id(op.parent), op) for op in ops).values():
         parent, last = some[0].parent, max(op.end for op in some)
         end = min((op.start for op in parent.children if op.start >= last), default=parent.end)
-        found.append((some[0].track, parent.start, end))
-    return found
+        yield some[0].track, parent.start, end
 
 
 def _entering(step: Step) -> list[tuple[tuple, int, int]]:

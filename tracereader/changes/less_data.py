@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tracereader.changes import prices
 from tracereader.changes.change import change
@@ -73,11 +73,9 @@ def _dense_gradients(step: Step) -> list[tuple[Op, int]]:
     """Return the ops that make a dense gradient of a table with few rows in use, and the table's number of elements."""
     found = []
     for op in step.named(DENSE_BACKWARD.__contains__):
-        dims, numbers = op.inputs.dims, [int(one) for one in op.inputs.concrete if IS_INDEX(one)]
-        if len(dims) > 1 and len(dims[0]) > 1 and numbers:
-            rows, looked_up = numbers[0], math.prod(dims[1])
-            if rows >= ROWS_FOR_EACH * looked_up:
-                found.append((op, rows * dims[0][-1]))
+        dims, rows = op.inputs.dims, next((int(one) for one in op.inputs.concrete if IS_INDEX(one)), None)
+        if rows is not None and len(dims) > 1 and len(dims[0]) > 1 and rows >= ROWS_FOR_EACH * math.prod(dims[1]):
+            found.append((op, rows * dims[0][-1]))
     return found
 
 
@@ -157,13 +155,9 @@ def _indexed(step: Step) -> list[tuple[Op, str]]:
         if node is not None and len(op.inputs.concrete) > 3:
             _, sizes, dim, index = op.inputs.concrete[:4]
             found.append(((str(sizes), str(dim)), (index, node)))
-    return [
-        (node, sizes)
-        for (sizes, _), some in grouped(found).items()
-        if len({index for index, _ in some}) >= MANY_PARTS
-        for _, node in some
-        if any(op.name in ADDS for op in node.children)
-    ]
+    many = [(sizes, some) for (sizes, _), some in grouped(found).items() if len(dict(some)) >= MANY_PARTS]
+    nodes = ((node, sizes) for sizes, some in many for _, node in some)
+    return [(node, sizes) for node, sizes in nodes if any(op.name in ADDS for op in node.children)]
 
 
 @change(
@@ -178,7 +172,7 @@ def _indexed(step: Step) -> list[tuple[Op, str]]:
 )
 def index_select(case: Case) -> Proposal | None:
     """Return a proposal to add gradients to the rows of a tensor in one kernel, as index_select and gather do."""
-    sorts = _sorted_rows(case.step)
+    sorts = list(_sorted_rows(case.step))
     if not sorts:
         return None
     names = {op.name for op, *_ in sorts}
@@ -192,13 +186,12 @@ def index_select(case: Case) -> Proposal | None:
     )
 
 
-def _sorted_rows(step: Step) -> list[tuple[Op, list[Work], float]]:
-    """Return the ops that sort indices to add gradients, the work that they launch, and the time (µs) without sorting.
+def _sorted_rows(step: Step) -> Iterator[tuple[Op, list[Work], float]]:
+    """Yield the ops that sort indices to add gradients, the work that they launch, and the time (µs) without sorting.
 
     A mask is left out, which takes each row once, and so is what takes less time than adding without sorting. An
     embedding sorts more than 3,072 indices. Its rows for padding have no gradient, which it may also scale.
     """
-    found = []
     for op in step.named(SORTS_INDICES.__contains__):
         below = [part for part in op.children if part.name != "aten::zeros"]
         of_embedding = op.name == DENSE_BACKWARD[0]
@@ -210,8 +203,7 @@ def _sorted_rows(step: Step) -> list[tuple[Op, list[Work], float]]:
         work = [one for part in below for one in part.work_below()]
         us = prices.LEAST_KERNEL_US + math.prod(dims) / prices.ATOMIC_ADDS
         if any("Sort" in one.name for one in work) and us < sum(one.us for one in work):
-            found.append((op, work, us))
-    return found
+            yield op, work, us
 
 
 @change("pad each batch less", "nothing to half of the positions are padding, which the recording does not show")

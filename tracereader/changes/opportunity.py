@@ -113,21 +113,19 @@ class Proposal(msgspec.Struct, frozen=True):
 def priced(
     name: str,
     title: str,
-    proposal: Proposal | None,
+    proposal: Proposal,
     unprofiled: "Unprofiled | None" = None,
     estimates: "Sequence[Unprofiled]" = (),
     error: float = 0.0,
     unexplained_us: float = 0.0,
     gpu_bound: bool = False,
-) -> Opportunity | None:
-    """Return the opportunity of a proposal; None without a proposal.
+) -> Opportunity:
+    """Return the opportunity of a proposal.
 
     name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates_after().
     error: of the step after the change, as a share of it. unexplained_us: see recording.py; all of it, or nothing, may
     lie in what the change removes. gpu_bound: see is_gpu_bound() there.
     """
-    if proposal is None:
-        return None
     before, graph, error = proposal.graph.recorded_us, proposal.graph, max(error, proposal.error)
     # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
     after = max(before * (graph.step_us() / graph.replayed_us) / proposal.shared, proposal.least_us)
@@ -204,13 +202,13 @@ def is_worth_showing(one: Opportunity) -> bool:
     return max(one.share, most) > least
 
 
-def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
+def worth_showing(found: Iterable[Opportunity]) -> tuple[Opportunity, ...]:
     """Return the opportunities that save enough. The largest saving comes first.
 
     The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. If
     that time is only estimated, the middle of the estimated savings decides the order.
     """
-    return largest_first(one for one in found if one is not None and (one.needs_other_ranks or is_worth_showing(one)))
+    return largest_first(one for one in found if one.needs_other_ranks or is_worth_showing(one))
 
 
 def largest_first(found: Iterable[Opportunity]) -> tuple[Opportunity, ...]:

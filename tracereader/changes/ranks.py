@@ -108,7 +108,7 @@ def opportunities(
             by_rank.setdefault(rank.trace, (rank, []))[1].append(each)
     # All ranks' steps are given without the profiler, or none, so that they can be compared.
     unprofiled = findings.unprofiled_us(summary)
-    found: list[Opportunity | None] = []
+    found: list[Opportunity] = []
     without: Unprofiled | None = None
     for path, (rank, changes) in by_rank.items():
         show(f"reading rank {rank.rank} again")
@@ -124,7 +124,8 @@ def opportunities(
             without = Unprofiled.of(graph, unprofiled)
         # A rank that waits for others does not show how much shorter its CPU time is without the profiler. So it is
         # taken to become shorter by the same factor as that of the rank that sets the pace, which is read first.
-        found += [priced(each.name, each.title, each.propose(case), without) for each in changes]
+        proposals = ((each, proposal) for each in changes if (proposal := each.propose(case)) is not None)
+        found += [priced(each.name, each.title, proposal, without) for each, proposal in proposals]
         if rank is pace:
             measured = msgspec.structs.replace(summarize(trace), unprofiled_step_us=unprofiled)
             alone = each_priced(Case(trace, measured, graph), show)
@@ -140,16 +141,10 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
     The step is not shorter than the other ranks' time without their waits, without late launches and without the GPU
     work that the change saves on each rank (shorter_us per step).
     """
-    least = max(
-        (
-            findings.usual(summary, other, None, lambda step: step.us - step.idle_not_launched_us)
-            - findings.per_step(other, other.waited_exposed_us + other.message_waits.us)
-            for other in summary.ranks
-            if other is not pace
-        ),
-        default=0.0,
-    )
-    least = max(0.0, least - shorter_us)
+    others = [other for other in summary.ranks if other is not pace]
+    works = [findings.usual(summary, other, None, lambda step: step.us - step.idle_not_launched_us) for other in others]
+    waits = [findings.per_step(other, other.waited_exposed_us + other.message_waits.us) for other in others]
+    least = max([0.0, *(us - waited - shorter_us for us, waited in zip(works, waits, strict=True))])
     after, without = max(one.step_us_after, least), one.unprofiled_step_us_after
     return msgspec.structs.replace(
         one,
@@ -248,8 +243,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     does work that the others do not do. If it launches late, the ranks' CPUs stay as different as they are.
     """
     slow, why = findings.straggler(case.summary), findings.loss(case.summary)
-    rank = case.rank.rank
-    times = {work: work.us - one.waits_us[one.ranks.index(rank)] for work, one in case.matched.items()}
+    times = {work: work.us - one.waits_us[one.ranks.index(case.rank.rank)] for work, one in case.matched.items()}
     if not times:
         return None
     waits = Lengths(union((work.start, work.end - round(us * 1e3)) for work, us in times.items()))
