@@ -24,7 +24,7 @@ from tracereader.trace import Op, Step
 from tracereader.trace.families import FUSABLE, HEAVY
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.labels import FLEX_ATTENTION
-from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD
+from tracereader.trace.op_names import ADDS, BATCHED, MASKS, SDPA, SDPA_MATH, SOFTMAX, SOFTMAX_BACKWARD, aten
 from tracereader.two_runs.faster import graphs_launched
 from tracereader.two_runs.same_work import (
     by_calls,
@@ -44,11 +44,9 @@ SAFE_SOFTMAX = "_safe_softmax"
 # 28 instead of 146, and 114 instead of 348 in training (the same machine).
 LEAST_KEYS, LEAST_KEYS_IN_TRAINING = 256, 512
 # Fused attention whose fourth input is a mask.
-MASK_IS_FOURTH = (
-    "aten::_cudnn_attention_forward",
-    "aten::_efficient_attention_forward",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_efficient_attention",
+MASK_IS_FOURTH = aten(
+    "_cudnn_attention_forward _efficient_attention_forward _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_efficient_attention"
 )
 DROPS = ("aten::native_dropout", "aten::bernoulli_")  # the fused kernel for CPUs refuses dropout
 

@@ -188,15 +188,9 @@ def _with_compiled_calls(
     ops. What the threads do between these calls is gone: modules, views, and autograd's engine. eager: the ids of the
     model's activities that can be fused. chains: those of them that become one kernel, with its time (µs).
     """
-    model = [
-        (work, op)
-        for work, one, op in of_the_model
-        if op is not None
-        and op.kind == "op"
-        and work.launch is not None
-        and one.family != "communication"
-        and not _is_in_compiled_code(case, op)
-    ]
+    by_ops = ((work, one, op) for work, one, op in of_the_model if op is not None and op.kind == "op")
+    launched = ((work, op) for work, one, op in by_ops if work.launch is not None and one.family != "communication")
+    model = [(work, op) for work, op in launched if not _is_in_compiled_code(case, op)]
     called = {id(op) for work, op in model if id(work) not in eager and work.kind == "kernel"}
     compiled = {id(op) for work, op in model if id(work) in eager} - called
     kernels = Counter(id(op) for work, op in model if work.kind == "kernel")
@@ -208,8 +202,8 @@ def _with_compiled_calls(
     groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
     launches = defaultdict(float, {work: 0.0 for work, _ in model})  # the CPU time that is added before each of them
     for group in groups:
-        if launched := [work for work in group if work.launch is not None]:
-            launches[min(launched, key=lambda work: work.launch.start)] += prices.CALL
+        if with_launch := [work for work in group if work.launch is not None]:
+            launches[min(with_launch, key=lambda work: work.launch.start)] += prices.CALL
     if model:  # compiled code ends where it waits, at most once between two launches
         starts = sorted([work.launch.start for work, _ in model])
         breaks = {bisect(starts, wait.start) for wait in host(case.step).waits} - {0, len(starts)}
