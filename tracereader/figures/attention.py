@@ -93,11 +93,8 @@ def attention_calls(step: Step) -> list[Op]:
     calls = step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__)
     fused = set(map(id, calls))
     near = [op for op in step.named((*MATMULS, SOFTMAX).__contains__) if fused.isdisjoint(map(id, op.above()))]
-    by_hand = (
-        op
-        for one, op, two in zip(near, near[1:], near[2:], strict=False)
-        if op.name == SOFTMAX and {one.name, two.name} <= {*BATCHED} and len(op.inputs.dims_at(0) or ()) == 4
-    )
+    between = (op for one, op, two in zip(near, near[1:], near[2:], strict=False) if {one.name, two.name} <= {*BATCHED})
+    by_hand = (op for op in between if op.name == SOFTMAX and len(op.inputs.dims_at(0) or ()) == 4)
     return sorted([*calls, *by_hand], key=start_of)
 
 

@@ -91,8 +91,7 @@ def communication(
     ranks = max([calls.rank.world_size, *[one.size for one in done if one.size is not None]]) or None
     here = len({one.device for one in by_device if one.communication}) or 1
     exposed = Lengths(parts.exposed_communication)
-    whole = (end - start) / 1e3
-    exposed_us = length(parts.exposed_communication) / 1e3
+    whole, exposed_us = (end - start) / 1e3, length(parts.exposed_communication) / 1e3
     exposed_share = exposed_us / whole
     if steady is not None and (steady_us := steady.busy_us + steady.idle_us):
         exposed_share = steady.exposed_communication_us / steady_us
@@ -142,10 +141,7 @@ def _collectives(some: Sequence[_Done], exposed: Lengths, steps: int) -> Collect
     known = factor and first.bytes and min(times) and first.size is not None and first.size > 1
     sent = first.bytes / 1e3 * factor(first.size) if known else 0.0
     return Collectives(
-        kind=first.kind,
-        group=first.group,
-        size=first.size,
-        bytes=first.bytes,
+        *first[2:],  # kind, group, size and bytes
         per_step=len(some) / steps,
         us=us,
         exposed_us=sum(exposed.between(one.start, one.end) for one in some) / 1e3 / steps,

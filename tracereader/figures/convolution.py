@@ -44,8 +44,7 @@ def convolution(op: str, inputs: Inputs) -> Convolution | None:
     elif op in FORWARD and len(shapes) >= 2:
         data, weight = shapes[:2]
         numbers = [inputs.numbers_at(place) or [] for place in FORWARD[op]]
-        spatial = len(data) - 2
-        if len(weight) != len(data) or any(len(some) != spatial for some in numbers):
+        if len(weight) != len(data) or any(len(some) != len(data) - 2 for some in numbers):
             return None
         sizes = [
             (size + 2 * pad - dilation * (tap - 1) - 1) // stride + 1 if stride else 0

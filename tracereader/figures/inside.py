@@ -85,15 +85,7 @@ def _of_kernel(trace: Trace, name: str, some: Sequence[tuple[Work, Phase]]) -> I
 
 def _times(name: str, slices: Sequence[Phase], lanes: int) -> PhaseTimes:
     """Return one phase's times. lanes: the recorded blocks, over all launches."""
-    waits, works = ([one.us for one in slices if one.waits is waiting] for waiting in (True, False))
-    return PhaseTimes(
-        name=name,
-        waits=len(waits),
-        works=len(works),
-        waiting_us=sum(waits),
-        working_us=sum(works),
-        waiting_per_block_us=sum(waits) / lanes,
-        working_per_block_us=sum(works) / lanes,
-        median_wait_us=median(waits) if waits else None,
-        median_work_us=median(works) if works else None,
-    )
+    both = [[one.us for one in slices if one.waits is waiting] for waiting in (True, False)]
+    (waits, works), (waiting_us, working_us) = map(len, both), map(sum, both)
+    medians = (median(some) if some else None for some in both)
+    return PhaseTimes(name, waits, works, waiting_us, working_us, waiting_us / lanes, working_us / lanes, *medians)

@@ -58,8 +58,7 @@ def occupancy(
         a_warp = math.ceil(registers * warp / REGISTER_UNIT) * REGISTER_UNIT
         blocks["registers"] = register_file // PARTS // a_warp * PARTS // warps
     if shared:
-        reserved = RESERVED_SHARED if known and capability[0] >= 8 else 0
-        blocks["shared memory"] = shared_memory // (shared + reserved)
+        blocks["shared memory"] = shared_memory // (shared + RESERVED_SHARED * (known and capability[0] >= 8))
     fewest = min(blocks.values())
     if not fewest:  # the kernel ran, so the properties are incomplete
         return None

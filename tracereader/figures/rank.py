@@ -563,8 +563,7 @@ def _peer_and_tag(asked: Op) -> tuple[int | None, int | None]:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of collective that torch's or a backend's name means; None for a send, a receive or no name."""
-    plain = name.lower().replace("_", "")
-    return next((kind for part, kind in KINDS if part in plain), None)
+    return next((kind for part, kind in KINDS if part in name.lower().replace("_", "")), None)
 
 
 def _members(told: object) -> tuple[int, ...]:

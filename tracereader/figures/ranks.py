@@ -274,9 +274,8 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tup
     size, _ = Counter(one.world_size for one in ranks).most_common(1)[0]
     kept: list[RankTrace] = []
     rest = [one for one in ranks if one.world_size == size]
-    for one in ranks:
-        if one.world_size != size:
-            not_read[one.path] = NotRead("other_world_size", "", one.rank, one.world_size, size)
+    others = (one for one in ranks if one.world_size != size)
+    not_read |= {one.path: NotRead("other_world_size", "", one.rank, one.world_size, size) for one in others}
     # Traces recorded at different times are of different runs.
     clusters: list[list[RankTrace]] = []
     for one in sorted(rest, key=start_of):

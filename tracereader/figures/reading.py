@@ -62,8 +62,7 @@ def head(path: Path) -> Head:
     except (OSError, ValueError, zlib.error):
         return Head(broken=True)
     text = data.decode(errors="replace").removeprefix("\ufeff")
-    of_another_tool = len(data) < HEAD and '"traceEvents"' not in text  # it is read as a whole
-    if of_another_tool or not text.lstrip().startswith("{"):
+    if (len(data) < HEAD and '"traceEvents"' not in text) or not text.lstrip().startswith("{"):  # of another tool
         return Head(broken=True)
     told = re.search(r'"distributedInfo"\s*:\s*', text)
     with contextlib.suppress(ValueError, RecursionError, AttributeError):

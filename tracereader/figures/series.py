@@ -60,14 +60,5 @@ def _series(name: str, nth: int, on_gpu: bool, times: dict[str, float], other_ca
     us = list(times.values())
     quarter = len(us) // 4
     first, last = median(us[:quarter] or [0.0]), median(us[-quarter:] or [0.0])
-    return Series(
-        name=name,
-        nth=nth,
-        on_gpu=on_gpu,
-        us=us,
-        steps=list(times),
-        other_calls=other_calls,
-        median_us=median(us),
-        mean_us=fmean(us),
-        ramp=last / first if len(us) >= 8 and first else None,
-    )
+    ramp = last / first if len(us) >= 8 and first else None
+    return Series(name, nth, on_gpu, us, list(times), other_calls, median(us), fmean(us), ramp)

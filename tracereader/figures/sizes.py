@@ -57,8 +57,7 @@ def sizes_of(
     else of the work counts but its kind and its name, and of the op its name and its inputs.
     """
     if work.kind == "memcpy":
-        within = says.parts.get("does") == kernel_names.COPIES["DtoD"]
-        return None, size and size * (2 if within else 1), ""
+        return None, size and size * (2 if says.parts.get("does") == kernel_names.COPIES["DtoD"] else 1), ""
     if op is None:
         return None, None, ""
     if says.family not in ("GEMM", "attention", "convolution"):

@@ -252,12 +252,8 @@ def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
         return None
     inside = ids_inside(found)
     work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
-    return Recomputed(
-        calls=len(found),
-        cpu_us=sum(op.us for op in found),
-        gpu_us=sum(one.us for one in work) if step.work else None,
-        pieces=len(work),
-    )
+    cpu_us, gpu_us = sum(op.us for op in found), sum(one.us for one in work) if step.work else None
+    return Recomputed(len(found), cpu_us, gpu_us, pieces=len(work))
 
 
 def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> Iterator[OptimizerCost]:
@@ -396,11 +392,8 @@ def _loading(idle: Mapping[Step, Intervals | None]) -> Loading | None:
         return None
     waited, us = sum(map(length, waits.values())) / 1e3, sum(step.us for step in idle)
     idle_us = [None if times is None else length(both(waits[step], times)) / 1e3 for step, times in idle.items()]
-    return Loading(
-        us=waited / len(idle),
-        idle_us=None if None in idle_us else sum(idle_us) / len(idle),
-        share=waited / us if us else 0.0,
-    )
+    mean_idle_us = None if None in idle_us else sum(idle_us) / len(idle)
+    return Loading(waited / len(idle), mean_idle_us, share=waited / us if us else 0.0)
 
 
 def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
@@ -423,8 +416,8 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
     # On backward's own thread: the annotation open on the step's thread then.
     main = next((root.track for root in step.roots if root.name == step.name), None)
-    open_then = [*around, *_around(step, main, peak.time)]
-    named = [op.name for op in open_then if op.kind == "label" and is_phase(op.name)]
+    open_then = (op for op in (*around, *_around(step, main, peak.time)) if op.kind == "label")
+    phase = next((op.name for op in open_then if is_phase(op.name)), None)
     ops = [op.name for op in around if op.kind == "op"]
     return MemoryCurve(
         on_gpu=on_gpu,
@@ -432,7 +425,7 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         peak_bytes=max(peak.total, before),
         end_bytes=during[-1].total,
         peak_at=(peak.time - step.start) / (step.end - step.start),
-        phase=named[0] if named else None,
+        phase=phase,
         module=modules[-1].name.removeprefix(MODULE) if modules else None,
         op=ops[-1] if ops else None,
         points=tuple(points),

@@ -58,12 +58,8 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
             Unfused(sum(map(self_us, between)), 0, one.us + last.us, None) for one, between, last in on_the_cpu(step)
         )
     tracks = grouped((one.track, (one, op)) for one, op in zip(step.work, step.asking, strict=True))
-    return tuple(
-        found
-        for track in tracks.values()
-        for number, (one, op) in enumerate(track)
-        if _is_softmax(one, op) and (found := _around(track, number))
-    )
+    places = ((track, number, *entry) for track in tracks.values() for number, entry in enumerate(track))
+    return tuple(filter(None, (_around(track, number) for track, number, *one in places if _is_softmax(*one))))
 
 
 def on_the_cpu(step: Step) -> list[tuple[Op, list[Op], Op]]:
@@ -166,8 +162,7 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
     elements = scores.batch * scores.m * scores.n
     written, read, moved = 1, 1, elements * (item + other)
     # By op, because several kernels of one op read its inputs once.
-    asked = {id(op): (one, op) for one, op in reversed(between) if op is not None}
-    for one, op in asked.values():
+    for one, op in {id(op): (one, op) for one, op in reversed(between) if op is not None}.values():
         reads, writes = _passes(op, one.name, elements)
         written, read, moved = written + len(writes), read + len(reads), moved + elements * sum(reads + writes)
     least = _given(first)
