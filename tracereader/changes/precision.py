@@ -178,9 +178,7 @@ def half_precision(case: Case) -> Proposal | None:
         spared = sum(moving[work].us for work in following)
         also = f"; other kernels move half of the bytes then: {duration(spared)}" * bool(following)
     dtype, how, most = "torch.bfloat16" if peaks.tf32 > peaks.fp32 else "torch.float16", "", None
-    # PyTorch computes cuDNN's batch norms with its own kernels then.
-    norms = norms_by_channel(case) if dtype == "torch.bfloat16" else ()
-    slower = {work: prices.BATCH_NORM_IN_BF16[way] * work.us for work, way, kind, _ in norms if kind == "float"}
+    slower = _slower_in_bf16(case) if dtype == "torch.bfloat16" else {}
     if slower:
         now, then = (duration(sum(some)) for some in ((one.us for one in slower), slower.values()))
         also += f"; batch norms take longer in bf16 in this layout: {now}, then about {then}"
@@ -235,6 +233,12 @@ def _follows_two_bytes(case: Case) -> Callable[[Work], bool]:
         return place > 0 and types[place - 1][1]
 
     return follows
+
+
+def _slower_in_bf16(case: Case) -> dict[Work, float]:
+    """Return the time (µs) in bf16 of cuDNN's batch norms in fp32, which PyTorch computes with its own kernels then."""
+    norms = norms_by_channel(case)
+    return {work: prices.BATCH_NORM_IN_BF16[way] * work.us for work, way, kind, _ in norms if kind == "float"}
 
 
 def long_filters_in_groups(case: Case) -> dict[Work, float]:
