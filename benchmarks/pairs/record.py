@@ -330,13 +330,19 @@ def _child(pipe, module, name, variant, trace, tiny):
             pipe.send(fastest | lowest | {"passes_us": [one["median_us"] for one in measured]} | machine)
         assert asked == "record"
         recorded = _recorded(step, fastest) if trace else None
+        observed = _observed(step, trace.with_suffix(".flow")) if recorded and variant == "base" else None
         pipe.send({})
         assert pipe.recv() == "export"
         if recorded:
             trace.parent.mkdir(parents=True, exist_ok=True)
+            from tracereader.run import flow
+
             profiler, notes = recorded
             profiler.export_chrome_trace(str(trace))
             _note_modules(trace, notes)
+            if observed:
+                flow.put_into(trace, observed)
+                observed.unlink()
             _squeeze(trace)
         pipe.send({})
     except BaseException as error:
@@ -416,6 +422,25 @@ def _recorded(step, measured):
     return profiler, notes
 
 
+def _observed(step, file):
+    """Return the file with what the ops of some steps read and make, as record-trace writes it; None without it."""
+    import torch
+
+    from tracereader.run.inside import observing
+
+    if not observing.Observer.is_known(torch):
+        return None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    observer = observing.Observer(torch, str(file))
+    for number in range(observing.STEPS):
+        if number:
+            observer.begin_step()
+        step()
+    observer.end()
+    _wait()
+    return file
+
+
 def _read(folder):
     """Return the results that a folder has: by program and variant."""
     file = folder / "results.json"
@@ -476,7 +501,7 @@ def _squeeze(path):
 
 def _drop_largest(folder):
     """Drop the largest traces of changed variants if they are larger than agreed, and traces that are incomplete."""
-    for path in (*folder.glob("*/*.json"), *folder.glob("*/*.part")):
+    for path in (*folder.glob("*/*.json"), *folder.glob("*/*.part"), *folder.glob("*/*.flow")):
         path.unlink()
     total = 0
     for path in sorted(folder.glob("*/*.json.gz"), key=lambda one: (one.name != "base.json.gz", one.stat().st_size)):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.run import program, shapes
+from tracereader.run import flow, program, shapes
 from tracereader.run.candidates import Seen
 from tracereader.run.savings import step_us
 
@@ -147,6 +147,7 @@ def run_once(
     seconds = time.monotonic() - began
     results = program.results(folder)
     shapes.put_together(results)
+    flow.put_together(results)
     measured = [one for one in results if one.get("steps_us")]
     if not measured:
         failure = f"no result after {limit_s:.0f} s" if timed_out else _why(results, process.returncode, folder / "log")

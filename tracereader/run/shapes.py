@@ -36,8 +36,8 @@ def put_into(trace: Path, other: Path) -> None:
     They fit if all steps of the other trace with the same ops, in the same order, have the same shapes. So a program
     whose batches differ in length keeps the recording that has its own.
     """
-    first, second = (msgspec.json.decode(_content(one)) for one in (trace, other))
-    steps, shaped = list(_steps(first)), list(_steps(second))
+    first, second = (msgspec.json.decode(content(one)) for one in (trace, other))
+    steps, shaped = list(ops_by_step(first)), list(ops_by_step(second))
     with_shapes = second
     if steps and shaped and _median_us(shaped) > LONGER * _median_us(steps):
         by_ops = grouped((_names(lanes), _shapes(lanes)) for _, lanes in shaped)
@@ -53,11 +53,11 @@ def put_into(trace: Path, other: Path) -> None:
     replace(trace, gzip.compress(data, 5) if trace.suffix == ".gz" else data)
 
 
-def _content(path: Path) -> bytes:
+def content(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def _steps(trace: Mapping[str, object]) -> Iterator[tuple[float, Lanes]]:
+def ops_by_step(trace: Mapping[str, object]) -> Iterator[tuple[float, Lanes]]:
     """Yield the time (µs) of each step and the ops that begin in it, by their threads."""
     events = [one for one in trace["traceEvents"] if one.get("ph") == "X"]
     ops = sorted((one for one in events if one.get("cat") == "cpu_op"), key=lambda one: (one["ts"], -one["dur"]))

@@ -24,6 +24,8 @@ WAIT_FOR_PERIOD = 4  # times as many steps and seconds are timed where slow step
 MORE = 1.25  # times as many steps before it is asked again whether they return: that reads files of the kernel
 TIMING = "timing steps without the profiler"
 SHAPES = "recording shapes"
+FLOW = "recording what the ops read and make"
+FLOW_S = 1.0  # the longest step for which this is recorded
 SHAPES_S = 5.0  # the longest time for which steps on a CPU are recorded a second time
 DETACH = "TEARDOWN_CUPTI"  # which the profiler reads when a recording ends
 NAMES = ("unprofiled_step_us", "unprofiled_quartiles_us", "unprofiled_steps")
@@ -63,6 +65,8 @@ class Recording:
         self.of_thread = threading.local()
         self.trace = None
         self.with_shapes = None  # another trace, with the shapes that `trace` does not have
+        self.flow = None  # a file with what the ops of some steps read and make
+        self.observer = None  # which writes that file
         self.undo = []
         self.starting = False
         self._watch_other_profilers()
@@ -78,6 +82,7 @@ class Recording:
             "steady": self.measuring.steady,
             "trace": self.trace,
             "with_shapes": self.with_shapes,
+            "flow": self.flow,
             "recorded": self.recorded,
             "names_modules": self.names_modules,
             "cold": self.cold,
@@ -87,9 +92,9 @@ class Recording:
     def ended(self):
         """Go on to the next phase at the end of a step, if all ranks of this machine do so."""
         session, measuring = self.session, self.measuring
-        if self.profiler is not None:
+        if self.profiler is not None or self.observer is not None:
             measuring.counted += 1
-            self._step_of_profiler()
+            (self._step_of_profiler if self.profiler is not None else self._step_of_observer)()
             return
         alone = measuring.alone
         measuring.ended()
@@ -278,20 +283,57 @@ class Recording:
             self._profile(1, self.active, self._write)
             return
         self._end_notes()
+        if goes_on_timing and gc.isenabled():
+            gc.collect()  # otherwise one timed step has to: the profiler's objects made it 0.16 s longer
+        if self._observes_flow():
+            self.phase, self.left = FLOW, self.session.load("observing").STEPS
+            self._observe()
+        else:
+            self._recorded()
+
+    def _recorded(self):
+        """Go on after the recording: end, or time steps once more."""
         self.round += 1
         if not self.again and not self.fresh:
             self._end()
             return
         self.session.write_result()  # which a program that is killed leaves
         self.session.result = {}
-        if gc.isenabled():
-            gc.collect()  # otherwise one timed step has to: the profiler's objects made it 0.16 s longer
         if self.fresh:
             self.phase = "warming up"
             self.session.steps.looks = True
             self.measuring.warm_up_again(self.measuring.has_new_inputs)
         else:
             self._time_steps()
+
+    # What the ops read and make, for which torch has an observer of its own.
+
+    def _observes_flow(self):
+        usual = statistics.median(self.steps_us)
+        alone = self.session.world_size == 1 and not self.session.roams and not self.fresh
+        is_known = self.session.load("observing").Observer.is_known(self.torch)
+        return self.plan["shapes"] and self.trace is not None and alone and is_known and usual < FLOW_S * 1e6
+
+    def _observe(self):
+        flow = os.path.join(self.plan["folder"], f"flow-{self.session.rank}.raw")
+        try:
+            self.observer = self.session.load("observing").Observer(self.torch, flow)
+            self.flow = flow
+        except Exception:  # the trace is complete without it
+            self._recorded()
+
+    def _step_of_observer(self):
+        self.left -= 1
+        if self.left:
+            self.observer.begin_step()
+            return
+        self._end_observer()
+        self._recorded()
+
+    def _end_observer(self):
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer.end()
 
     def _may_be_cold(self):
         """Return whether timed steps may have been cold: recorded ones take less, or inputs had new shapes.
@@ -412,6 +454,7 @@ class Recording:
         """Stop the profiler if it runs, and take back what was put into torch."""
         self._unwatch()
         self._end_notes()
+        self._end_observer()
         if self.session.roams or threading.current_thread() is self.session.thread:  # no other can stop its profiler
             self._drop_profiler()
 
