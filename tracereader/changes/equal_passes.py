@@ -21,6 +21,7 @@ from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.attention import attention_calls, keys_grow_in_place
+from tracereader.figures.data_flow import calls_with_flow, hand_on, parts_without_other_passes
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import (
@@ -35,7 +36,7 @@ from tracereader.figures.phases import (
 from tracereader.figures.places import NUMBER
 from tracereader.figures.sizes import without_ones
 from tracereader.figures.steps import outermost_named
-from tracereader.findings.finding import duration
+from tracereader.findings.finding import counted, duration
 from tracereader.findings.ops import NO_VALUES, VIEWS
 from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
@@ -64,6 +65,9 @@ OWN_SIZE = "calls the same model with an input of another size, and takes no oth
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
 # Such as experts, or networks of variables.
 JOINED = "takes no other pass's result as far as gradients or shapes show, and one op joins the results"
+# By what each op reads and makes.
+DECIDED, NEEDS_NONE_BEFORE = "takes no other pass's result", "take no result of a pass before it"
+FEEDS_NONE = "give no later pass a result"
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
@@ -76,6 +80,7 @@ HOW = {
     JOINED: "if no pass needs another one's result and the memory allows, stack the inputs, and weights that differ: "
     "torch.bmm, a grouped convolution, or torch.func.vmap",
     OWN_CACHE: "if one model decodes all and no sequence needs another one's token: one batch, with a mask for lengths",
+    DECIDED: "if the memory allows, stack the inputs, and weights that differ: torch.bmm, or torch.func.vmap",
     ADDS_UP: "if the memory allows, no pass needs another one's result, and the loss does not compare samples: give "
     "the model the whole batch in one pass",
     AGAIN: "if no call needs another one's result and the memory allows, give the model one batch with all inputs of a "
@@ -119,17 +124,26 @@ class Loop(msgspec.Struct, frozen=True):
     """A loop whose passes may be computed at once, as far as the recording shows.
 
     starts: when each pass starts (ns). end: when the last one probably ends. what: what a pass does. ends: when the
-    part of each pass ends that may be computed at once, if it is not the whole pass.
+    part of each pass ends that may be computed at once, if it is not the whole pass. parts: when the ops of that part
+    run in each pass, if the recording shows which op takes what another one makes.
     """
 
     starts: tuple[int, ...]
     end: int
     what: str
     ends: tuple[int, ...] = ()
+    parts: tuple[Intervals, ...] = ()
+
+    @property
+    def last(self) -> Intervals:
+        """Return when the last pass runs (ns)."""
+        return self.parts[-1] if self.parts else [(self.starts[-1], self.end)]
 
     @property
     def earlier(self) -> Intervals:
         """Return when all passes but the last one run (ns)."""
+        if self.parts:
+            return union(chain.from_iterable(self.parts[:-1]))
         return list(zip(self.starts[:-1], self.ends, strict=False)) or [(self.starts[0], self.starts[-1])]
 
     def overlaps(self, other: "Loop") -> bool:
@@ -148,7 +162,7 @@ def at_once_on_the_cpu(case: Case) -> Proposal | None:
     spans, kept = [], []
     for step, found in zip(case.steps, in_steps, strict=True):
         for loop in found:
-            removed, nodes, _ = _all_but_the_last(case, step, loop)
+            removed, nodes, _ = all_but_the_last(case, step, loop)
             spans += removed
             inside = (op for op in step.outermost if loop.starts[0] <= op.start < loop.starts[-1])
             forward = [op for op in inside if not in_backward(op)]
@@ -216,7 +230,7 @@ def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence
     spans, gone = [], []
     for step, found in zip(case.steps, in_steps, strict=True):
         for loop in found:
-            removed, _, work = _all_but_the_last(case, step, loop)
+            removed, _, work = all_but_the_last(case, step, loop)
             spans += removed
             gone += work
             place = bisect.bisect_left(step.outermost, loop.end, key=start_of)
@@ -227,7 +241,7 @@ def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence
     us, on_cpu = {}, ""
     measured = dict(zip(case.step.work, case.summary.gpu_work, strict=True))
     for loop in typical:
-        _, work = _launched_from(case.trace, case.step, [(loop.starts[-1], loop.end)])
+        _, work = _launched_from(case.trace, case.step, loop.last)
         on_cpu = _on_the_cpu(work) if loop.what == FROM_THE_CPU else ""
         us |= {one: _batched_us(case, measured[one], len(loop.starts)) for one in work}
     idle = f"; the GPU is idle for {1 - case.summary.busy_share:.0%} of the time"
@@ -287,7 +301,7 @@ def _launched(step: Step) -> list[tuple[int, Work]]:
     return sorted(((one.launch.start, one) for one in step.work if one.launch is not None), key=itemgetter(0))
 
 
-def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tuple, int, int]], list[Op], list[Work]]:
+def all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tuple, int, int]], list[Op], list[Work]]:
     """Return when all passes but the last one take CPU time, their nodes of backward, and the work of both.
 
     The time between nodes that follow each other is theirs, too.
@@ -307,11 +321,35 @@ def _all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tu
 @kept_by_step
 def allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows."""
-    return _allowed(trace, step, loops(trace, step))
+    decided = [one for one in by_flow(step, whole=True) if is_allowed(trace, step, one)]
+    guessed = [one for one in loops(trace, step) if not any(map(one.overlaps, decided))]
+    return sorted([*decided, *_allowed(trace, step, guessed)], key=lambda one: one.starts)
+
+
+def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
+    """Return the parts of loops that the recording decides: whole passes, or what can be computed before or after."""
+    found, following = [], {id(one.op): two.op for one, two in pairwise(calls_with_flow(step))}
+    for part in parts_without_other_passes(step):
+        if (part.whole, part.before) == (whole, before):
+            parts = []
+            for ops in part.ops:
+                ends = (next_of.start if (next_of := following.get(id(op))) in ops else op.end for op in ops)
+                parts.append(union((op.start, end) for op, end in zip(ops, ends, strict=True)))
+            what = DECIDED
+            if not whole:
+                layer = next(filter(None, (TAKES_DATA(op.name) for op in part.ops[0])), None)
+                what = f"has {counted(len(part.ops[0]), 'op')} that {NEEDS_NONE_BEFORE if before else FEEDS_NONE}"
+                what += f", such as {layer[0]}" if layer else ""
+            found.append(Loop(tuple(one[0].start for one in part.ops), parts[-1][-1][1], what, parts=tuple(parts)))
+    return found
 
 
 def _allowed(trace: Trace, step: Step, found: Sequence[Loop]) -> list[Loop]:
-    return [loop for loop in found if is_allowed(trace, step, loop) and not _recurs(step, loop)]
+    return [
+        loop
+        for loop in found
+        if is_allowed(trace, step, loop) and not _recurs(step, loop) and not hand_on(step, loop.starts, loop.end)
+    ]
 
 
 def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
@@ -320,7 +358,7 @@ def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
     A batch norm in training computes other statistics of the whole batch. Models of their own have updates and loaders
     of their own. No update lies between parts of a batch.
     """
-    work = _launched_from(trace, step, [(loop.starts[-1], loop.end)])[1]
+    work = _launched_from(trace, step, loop.last)[1]
     names = () if loop.what in (OWN_MODEL, ADDS_UP) else (LOADER, OPTIMIZERS)
     apart = outermost_named(step, lambda name: name.startswith(names))
     apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
@@ -367,7 +405,7 @@ def _over_parts(trace: Trace, step: Step) -> Iterator[Loop]:
     """Yield the loops that take one part of a tensor after the other.
 
     The parts are those of the first dimension, as samples are. Other ones, such as times, count if each pass has a
-    backward of its own; see outside_a_loop.py for those that share one.
+    backward of its own.
     """
     begins = [op.start for op in backward_begins(trace, step)]
     for name, dim, dims, run in parts_in_turn(step):

@@ -155,8 +155,25 @@ class _Raw(msgspec.Struct, gc=False):
     concrete: msgspec.Raw = msgspec.field(name=RECORDED[3], default=msgspec.Raw(b"null"))
 
 
-_raw = msgspec.json.Decoder(_Raw)
+class Flow(msgspec.Struct, gc=False):
+    """What an op reads and makes: numbers of a tensor's contents. record-trace writes them for ops of torch.
+
+    A positive number was made in this step. again: for each that the op makes, one with equal contents that was made
+    before; empty if one of them is new.
+    """
+
+    reads: list[int] = msgspec.field(name="Reads")
+    makes: list[int] = msgspec.field(name="Makes")
+    again: list[int] = msgspec.field(name="Again", default_factory=list)
+
+
+_raw, _flow = msgspec.json.Decoder(_Raw), msgspec.json.Decoder(Flow)
 _numbers = msgspec.json.Decoder(int | list[int])
+
+
+def flow_of(args: bytes) -> Flow | None:
+    """Return what an op reads and makes; None if that was not recorded."""
+    return decoded_as(_flow, args) if b'"Makes"' in bytes(args) else None
 
 
 def inputs_of(args: bytes) -> Inputs:

@@ -1,0 +1,146 @@
+"""What each op reads and makes: how record-trace finds it, and what the reader concludes from it.
+
+The trace is of eight passes over a state on a CPU, recorded with record-trace. Each pass computes a product of the
+same tensors again, takes its part of an input, and computes an output that no later pass takes.
+"""
+
+import itertools
+import json
+
+import msgspec
+import pytest
+import torch
+from conftest import ROOT
+from raw_events import end, raw_steps
+from test_opportunities import priced_changes, raw_events
+
+from tracereader.figures.data_flow import calls_with_flow, computed_again, parts_without_other_passes
+from tracereader.run import flow
+from tracereader.run.inside.observing import Observer
+from tracereader.trace import read
+
+STATE = ROOT / "tests/traces/cpu/data_flow/state.json.gz"
+PASSES = 8
+
+
+def last_step():
+    """Return the ops of the last step that read or make tensors, by start, and its trace."""
+    events = raw_events(STATE)
+    mark = raw_steps(events)[-1]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    return sorted((e for e in ops if "Makes" in e["args"]), key=lambda e: e["ts"]), read(STATE).steps[-1]
+
+
+def test_a_product_of_the_same_tensors_is_found_in_all_passes_but_the_first_one():
+    ops, step = last_step()
+    linears = [e for e in ops if e["name"] == "aten::linear"]
+    by_inputs = {}
+    for e in linears:
+        by_inputs.setdefault(tuple(e["args"]["Reads"]), []).append(e)
+    (again,) = [some for some in by_inputs.values() if len(some) > 1]
+    assert len(again) == PASSES and len(linears) == 3 * PASSES
+    assert [op.name for op in computed_again(step)] == ["aten::linear"] * (PASSES - 1)
+    found = priced_changes(STATE)["compute_once"]
+    assert found.saves_us > sum(e["dur"] for e in again[1:]) and "GPU" not in found.evidence
+
+
+def test_what_feeds_a_state_and_what_it_feeds_are_told_apart():
+    ops, step = last_step()
+    made = {version: e for e in ops for version in e["args"]["Makes"]}
+    after, before = parts_without_other_passes(step)
+    assert (after.before, before.before) == (False, True) and not after.whole and not before.whole
+    assert [len(part.ops) for part in (after, before)] == [PASSES, PASSES]
+    assert [op.name for op in after.ops[0]] == ["aten::sigmoid", "aten::linear", "aten::relu", "aten::mean"]
+    assert [op.name for op in before.ops[0]] == ["aten::linear", "aten::select"]
+    states = [e for e in ops if e["name"] == "aten::tanh"]
+    for one, two in itertools.pairwise(states):  # each state comes from the one before it
+        pending, found = [two], False
+        while pending:
+            sources = [made[version] for version in pending.pop()["args"]["Reads"] if version in made]
+            found |= one in sources
+            pending += [e for e in sources if e["ts"] > one["ts"]]
+        assert found
+
+
+def test_a_trace_without_data_flow_has_no_such_parts(tmp_path):
+    document = json.loads(flow.content(STATE))
+    for event in document["traceEvents"]:
+        event.get("args", {}).pop("Makes", None)
+    file = tmp_path / "without.json"
+    file.write_text(json.dumps(document))
+    step = read(file).steps[-1]
+    assert calls_with_flow(step) == parts_without_other_passes(step) == computed_again(step) == []
+    assert "compute_once" not in priced_changes(file)
+
+
+def observed(tmp_path, *steps):
+    """Return the flow of each step's ops on the program's thread that read or make tensors."""
+    file = tmp_path / "observed.json"
+    observer = Observer(torch, str(file))
+    for number, step in enumerate(steps):
+        if number:
+            observer.begin_step()
+        step()
+    observer.end()
+    found = flow.flows(msgspec.json.decode(file.read_bytes(), type=flow._Trace).nodes)
+    return [[one for one in of_step[0] if one.reads or one.makes] for of_step in found]
+
+
+def named(flows, name):
+    return [one for one in flows if one.name == f"aten::{name}"]
+
+
+def test_writing_in_place_makes_new_contents(tmp_path):
+    tensor, other = torch.zeros(4), torch.ones(4)
+
+    def step():
+        first = tensor.exp()
+        tensor.add_(other)
+        return first + tensor.exp()
+
+    (flows,) = observed(tmp_path, step)
+    before, after = named(flows, "exp")
+    (adds,) = named(flows, "add_")
+    assert before.reads == adds.reads[:1] and after.reads == adds.makes and not after.again
+
+
+def test_random_numbers_and_empty_memory_are_never_the_same(tmp_path):
+    def step():
+        for _ in range(2):
+            torch.rand(4).exp()
+            torch.empty(4).cos()
+            torch.ones(4).sin()
+
+    (flows,) = observed(tmp_path, step)
+    assert not any(one.again for name in ("rand", "exp", "empty", "cos") for one in named(flows, name))
+    assert [bool(one.again) for name in ("ones", "sin") for one in named(flows, name)] == [False, True] * 2
+
+
+def test_parts_of_one_tensor_differ_by_their_place(tmp_path):
+    tensor = torch.randn(3, 4)
+
+    def step():
+        for place in (0, 1, 0):
+            tensor[place].exp()
+
+    (flows,) = observed(tmp_path, step)
+    assert [bool(one.again) for one in named(flows, "exp")] == [False, False, True]
+
+
+def test_a_step_computes_again_what_the_step_before_has_computed_unless_it_is_new_data(tmp_path):
+    def step():
+        torch.arange(4).exp()
+        torch.tensor([1.0, 2.0]).cos()
+
+    _, flows = observed(tmp_path, step, step)
+    (known,), (new,) = named(flows, "exp"), named(flows, "cos")
+    assert known.again and max(known.again) < 0 and not new.again
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"nodes": [{"id": 1}]}', b'{"nodes": [', b"\xff"])
+def test_a_trace_stays_as_it_is_if_the_observers_file_is_broken(tmp_path, content):
+    trace, file = tmp_path / "trace.json.gz", tmp_path / "flow"
+    trace.write_bytes(STATE.read_bytes())
+    file.write_bytes(content)
+    flow.put_into(trace, file)
+    assert trace.read_bytes() == STATE.read_bytes()
