@@ -66,8 +66,7 @@ ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in 
 # Such as experts, or networks of variables.
 JOINED = "takes no other pass's result as far as gradients or shapes show, and one op joins the results"
 # By what each op reads and makes.
-DECIDED, NEEDS_NONE_BEFORE = "takes no other pass's result", "take no result of a pass before it"
-FEEDS_NONE = "give no later pass a result"
+DECIDED = "takes no other pass's result"
 OWN_CACHE = "decodes a token of a sequence with a KV cache of its own"  # such as one chat of several
 TABLES, LOOKS_UP = "looks up an embedding", ("aten::embedding", "aten::embedding_bag")
 AT_ONCE = (
@@ -338,7 +337,8 @@ def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
             what = DECIDED
             if not whole:
                 layer = next(filter(None, (TAKES_DATA(op.name) for op in part.ops[0])), None)
-                what = f"has {counted(len(part.ops[0]), 'op')} that {NEEDS_NONE_BEFORE if before else FEEDS_NONE}"
+                place = "independent of earlier passes" if before else "without effect on later passes"
+                what = f"has {counted(len(part.ops[0]), 'op')} {place}"
                 what += f", such as {layer[0]}" if layer else ""
             found.append(Loop(tuple(one[0].start for one in part.ops), parts[-1][-1][1], what, parts=tuple(parts)))
     return found
