@@ -340,7 +340,8 @@ def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
                 place = "independent of earlier passes" if before else "without effect on later passes"
                 what = f"has {counted(len(part.ops[0]), 'op')} {place}"
                 what += f", such as {layer[0]}" if layer else ""
-            found.append(Loop(tuple(one[0].start for one in part.ops), parts[-1][-1][1], what, parts=tuple(parts)))
+            starts, ends = tuple(one[0].start for one in part.ops), tuple(one[-1][1] for one in parts)
+            found.append(Loop(starts, ends[-1], what, () if whole else ends, tuple(parts)))
     return found
 
 

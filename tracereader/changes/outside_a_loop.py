@@ -3,8 +3,6 @@
 record-trace records what each op reads and makes. Other traces do not show whether a pass needs another one.
 """
 
-from collections import Counter
-
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
 from tracereader.changes.equal_passes import FEWER_PRODUCTS, Loop, all_but_the_last, all_in_one, by_flow, is_allowed
@@ -12,6 +10,7 @@ from tracereader.changes.opportunity import Proposal
 from tracereader.figures.data_flow import computed_again
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.replay.changes import without_cpu_time, without_work
+from tracereader.trace.grouped import totals
 
 
 @change("compute the inputs of a loop before it", "one call for all passes reaches good rates", followed=FEWER_PRODUCTS)
@@ -49,12 +48,12 @@ def compute_once(case: Case) -> Proposal | None:
         removed, _, work = all_but_the_last(case, step, loop)
         spans += removed
         gone += work
-    names = Counter(op.name for op in typical if op.work_below() or not case.trace.work)
+    us = totals((op.name, sum(work.us for work in op.work_below()) if case.trace.work else op.us) for op in typical)
     on_gpu = f"{duration(sum(work.us for op in typical for work in op.work_below()))} of GPU time and "
     return Proposal(
         without_work(without_cpu_time(case.graph, spans), gone),
-        f"{counted(len(typical), 'op')} compute what was computed before from the same tensors, most of them "
-        f"{listed([name for name, _ in names.most_common(3)])}: {on_gpu * bool(case.trace.work)}"
+        f"{counted(len(typical), 'op')} compute what was computed before from the same tensors, mostly "
+        f"{listed([name for name, _ in us.most_common(3)])}: {on_gpu * bool(case.trace.work)}"
         f"{duration(sum(op.us for op in typical))} of CPU time in forward",
         "compute it once, before the loop or before the steps, and keep it while its weights and inputs do not change",
     )
