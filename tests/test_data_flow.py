@@ -116,6 +116,18 @@ def test_random_numbers_and_empty_memory_are_never_the_same(tmp_path):
     assert [bool(one.again) for name in ("ones", "sin") for one in named(flows, name)] == [False, True] * 2
 
 
+def test_memory_that_python_fills_may_contain_anything(tmp_path):
+    """torch.from_numpy calls lift_fresh, and nothing else. The array may have changed since."""
+    tensor = torch.ones(4)
+
+    def step():
+        for _ in range(2):
+            torch.ops.aten.lift_fresh(tensor).exp()
+
+    (flows,) = observed(tmp_path, step)
+    assert [one.again for one in named(flows, "exp")] == [[], []]
+
+
 def test_parts_of_one_tensor_differ_by_their_place(tmp_path):
     tensor = torch.randn(3, 4)
 
