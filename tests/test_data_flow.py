@@ -15,7 +15,7 @@ from raw_events import end, raw_steps
 from test_opportunities import priced_changes, raw_events
 
 from tracereader.figures.data_flow import calls_with_flow, computed_again, parts_without_other_passes
-from tracereader.run import flow
+from tracereader.run import flow, shapes
 from tracereader.run.inside.observing import Observer
 from tracereader.trace import read
 
@@ -63,7 +63,7 @@ def test_what_feeds_a_state_and_what_it_feeds_are_told_apart():
 
 
 def test_a_trace_without_data_flow_has_no_such_parts(tmp_path):
-    document = json.loads(flow.content(STATE))
+    document = json.loads(shapes.content(STATE))
     for event in document["traceEvents"]:
         event.get("args", {}).pop("Makes", None)
     file = tmp_path / "without.json"
@@ -83,11 +83,11 @@ def observed(tmp_path, *steps):
         step()
     observer.end()
     found = flow.flows(msgspec.json.decode(file.read_bytes(), type=flow._Trace).nodes)
-    return [[one for one in of_step[0] if one.reads or one.makes] for of_step in found]
+    return [of_step[0] for of_step in found]
 
 
 def named(flows, name):
-    return [one for one in flows if one.name == f"aten::{name}"]
+    return [one for its_name, one in flows if its_name == f"aten::{name}" and (one.reads or one.makes)]
 
 
 def test_writing_in_place_makes_new_contents(tmp_path):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tracereader.run import shapes
+from tracereader.run import flow, shapes
 
 
 def trace_of(steps, dur, dims=None, threads=(1,)):
@@ -38,7 +38,7 @@ def test_the_shapes_of_equal_steps_are_given_to_the_recording_without_them(name,
     trace = write(tmp_path / name, trace_of([ADDS, ["aten::relu"], ADDS], 10, threads=threads))
     other = tmp_path / "b.gz"
     write(other, trace_of([["aten::relu"], ADDS, ADDS], 30, (8, 3, 3), threads) | {"unprofiled_step_us": 1.0})
-    shapes.put_together([{"trace": str(trace), "with_shapes": str(other)}, {"trace": None, "with_shapes": None}])
+    flow.put_together([{"trace": str(trace), "with_shapes": str(other)}, {"trace": None, "with_shapes": None}])
     found = content(trace)
     assert (found["unprofiled_step_us"], found["record_shapes"]) == (9.0, 1)
     ops = [one for one in found["traceEvents"] if one["cat"] == "cpu_op"]

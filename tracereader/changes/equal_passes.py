@@ -21,7 +21,7 @@ from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.attention import attention_calls, keys_grow_in_place
-from tracereader.figures.data_flow import calls_with_flow, hand_on, parts_without_other_passes
+from tracereader.figures.data_flow import PartOfPasses, calls_with_flow, hand_on, parts_without_other_passes
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import (
@@ -327,21 +327,24 @@ def allowed(trace: Trace, step: Step) -> list[Loop]:
 
 def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
     """Return the parts of loops that the recording decides: whole passes, or what can be computed before or after."""
+    return [loop for part, loop in _by_flow(step) if (part.whole, part.before) == (whole, before)]
+
+
+@kept_by_step
+def _by_flow(step: Step) -> list[tuple[PartOfPasses, Loop]]:
     found, following = [], {id(one.op): two.op for one, two in pairwise(calls_with_flow(step))}
     for part in parts_without_other_passes(step):
-        if (part.whole, part.before) == (whole, before):
-            parts = []
-            for ops in part.ops:
-                ends = (next_of.start if (next_of := following.get(id(op))) in ops else op.end for op in ops)
-                parts.append(union((op.start, end) for op, end in zip(ops, ends, strict=True)))
-            what = DECIDED
-            if not whole:
-                layer = next(filter(None, (TAKES_DATA(op.name) for op in part.ops[0])), None)
-                place = "independent of earlier passes" if before else "without effect on later passes"
-                what = f"has {counted(len(part.ops[0]), 'op')} {place}"
-                what += f", such as {layer[0]}" if layer else ""
-            starts, ends = tuple(one[0].start for one in part.ops), tuple(one[-1][1] for one in parts)
-            found.append(Loop(starts, ends[-1], what, () if whole else ends, tuple(parts)))
+        parts, what = [], DECIDED
+        for ops in part.ops:
+            ids = {id(op) for op in ops}
+            ends = (two.start if id(two := following.get(id(op))) in ids else op.end for op in ops)
+            parts.append(union((op.start, end) for op, end in zip(ops, ends, strict=True)))
+        if not part.whole:
+            layer = next(filter(TAKES_DATA, (op.name for op in part.ops[0])), "")
+            place = "independent of earlier passes" if part.before else "without effect on later passes"
+            what = f"has {counted(len(part.ops[0]), 'op')} {place}{', such as ' * bool(layer)}{layer}"
+        starts, ends = tuple(one[0].start for one in part.ops), tuple(one[-1][1] for one in parts)
+        found.append((part, Loop(starts, ends[-1], what, () if part.whole else ends, tuple(parts))))
     return found
 
 

@@ -17,10 +17,9 @@ from tracereader.figures.phases import kept_by_step
 from tracereader.trace import Op, Step
 from tracereader.trace.grouped import grouped
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZERS
-from tracereader.trace.op_names import ADDS, FOREACH
+from tracereader.trace.op_names import ADDS, FOREACH, FROM_PYTHON, READ_A_VALUE
 from tracereader.trace.types import Flow, flow_of
 
-FROM_PYTHON = "aten::lift_fresh"  # a tensor that Python makes
 # What joins the results of passes in any order of the passes, or writes each in its place.
 JOINING = (
     *ADDS, "aten::cat", "aten::stack", "aten::maximum", "aten::minimum", "aten::logical_or", "aten::logical_and",
@@ -215,6 +214,6 @@ def computed_again(step: Step) -> list[Op]:
 def _reads_and_takes(passes: Sequence[list[Called]]) -> bool:
     """Return whether Python reads results in the passes and gives them tensors, which may follow from these."""
     names = {one.op.name for calls in passes for one in calls}
-    reads = not names.isdisjoint(("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"))
+    reads = not names.isdisjoint(READ_A_VALUE)
     reads |= any("DtoH" in work.name for calls in passes[:-1] for one in calls for work in one.op.work_below())
     return reads and FROM_PYTHON in names

@@ -5,7 +5,6 @@ another one takes, and which op computes the same a second time. record-trace re
 observer makes them longer.
 """
 
-import gzip
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from tracereader.run import shapes
 from tracereader.run.inside import observing
-from tracereader.run.shapes import content, ops_by_step
-from tracereader.show.atomic import replace
 from tracereader.trace.grouped import grouped
+from tracereader.trace.op_names import FROM_PYTHON
+from tracereader.trace.types import Flow
 
 USER_SCOPE = 7  # of record_function, which the profiler writes as an annotation
 OF_TORCH = "aten::"
@@ -28,8 +28,6 @@ RANDOM = re.compile(
 ).search
 # What these make is not known yet.
 EMPTY = re.compile(r"aten::(new_)?empty|aten::(resize|set)_").match
-# Tensors that Python makes come through this op. Their memory may have been another tensor's.
-FROM_PYTHON = "aten::lift_fresh"
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 ATTENDS = re.compile(r"aten::_\w*attention").match
 MUTABLE = re.compile(r"\(\w+!").search
@@ -69,52 +67,38 @@ class Version(NamedTuple):
     value: Hashable
 
 
-class Flow(NamedTuple):
-    """What an op reads and makes, by the numbers of versions.
-
-    again: for each version that it makes, an earlier one with the same value; empty if one has none.
-    """
-
-    name: str
-    reads: list[int]
-    makes: list[int]
-    again: list[int]
-
-
 def put_together(results: Iterable[Mapping[str, object]]) -> None:
-    """Give each trace of these results of a program's processes what its ops read and make, once."""
+    """Give each trace of these results of a program's processes what was recorded apart from it, once."""
     for one in results:
-        file = Path(str(one.get("flow")))
-        if file.exists():
-            put_into(Path(str(one["trace"])), file)
-            file.unlink()
+        for name, put in (("with_shapes", shapes.put_into), ("flow", put_into)):
+            file = Path(str(one.get(name)))
+            if file.exists():
+                put(Path(str(one["trace"])), file)
+                file.unlink()
 
 
 def put_into(trace: Path, file: Path) -> None:
     """Give the ops of a trace what they read and make, if steps of the execution trace call the same ops in order."""
     try:
-        observed = [of_step for of_step in flows(msgspec.json.decode(file.read_bytes(), type=_Trace).nodes)]
+        observed = flows(msgspec.json.decode(file.read_bytes(), type=_Trace).nodes)
     except msgspec.DecodeError:  # another process wrote into the file, too
         return
-    document = msgspec.json.decode(content(trace))
+    document = msgspec.json.decode(shapes.content(trace))
     changed = False
-    for _, lanes in ops_by_step(document):
-        for lane in lanes:
-            lane = [op for op in lane if not op["name"].startswith("profiler::")]
-            names = [op["name"] for op in lane]
-            found = next((one for step in reversed(observed) for one in step if [op.name for op in one] == names), ())
-            for op, known in zip(lane, found, strict=False):
-                if known.reads or known.makes:
-                    op["args"] = {**op.get("args", {}), "Reads": known.reads, "Makes": known.makes}
-                    op["args"] |= {"Again": known.again} if known.again else {}
-                    changed = True
+    for lane in (lane for _, lanes in shapes.ops_by_step(document) for lane in lanes):
+        ops = [op for op in lane if not op["name"].startswith(NO_OPS)]
+        names = [op["name"] for op in ops]
+        found = (one for step in reversed(observed) for one in step if [name for name, _ in one] == names)
+        for op, (_, known) in zip(ops, next(found, ()), strict=False):
+            if known.reads or known.makes:
+                op["args"] = {**op.get("args", {}), **msgspec.to_builtins(known)}
+                changed = True
     if changed:
-        data = msgspec.json.encode(document)
-        replace(trace, gzip.compress(data, 5) if trace.suffix == ".gz" else data)
+        shapes.write(trace, document)
 
 
-def flows(nodes: Iterable[_Node]) -> list[list[list[Flow]]]:
-    """Return what the ops of each observed step read and make, by the threads that call them, in order.
+def flows(nodes: Iterable[_Node]) -> list[list[list[tuple[str, Flow]]]]:
+    """Return the names of each observed step's ops, and what they read and make, by threads, in order.
 
     Only ops that no other op of torch calls read and make anything; what they call in turn is part of them. A version
     that the step makes has a positive number, in the order in which they are made, and any other one a negative number.
@@ -130,8 +114,8 @@ def flows(nodes: Iterable[_Node]) -> list[list[list[Flow]]]:
             steps.append({})
         if not steps or node.attribute("scope") == USER_SCOPE or node.name.startswith(NO_OPS):
             continue
-        flow = Flow(node.name, [], [], [])
-        steps[-1].setdefault(node.attribute("tid"), []).append(flow)
+        flow = Flow([], [])
+        steps[-1].setdefault(node.attribute("tid"), []).append((node.name, flow))
         if node.ctrl_deps in inside:
             inside.add(node.id)
         elif node.name.startswith(OF_TORCH):
@@ -215,7 +199,7 @@ class _Memory:
         values = node.inputs.values
         given = {one[1]: one for one in _tensors(values)}
         flow.reads.extend(self.emitted(self.version(one).number) for one in given.values())
-        if node.name == FROM_PYTHON:
+        if node.name == FROM_PYTHON:  # the memory may have been another tensor's
             for one in given.values():
                 self.versions.pop(one[1])
             return

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tracereader.command import BadInput, OneLineParser, command, not_negative, positive, printable
-from tracereader.run import candidates, flow, program, shapes
+from tracereader.run import candidates, flow, program
 
 DESCRIPTION = """Record a trace of any PyTorch program, without a change of its code.
 
@@ -192,7 +192,6 @@ def tell(folder: Path, status: int, wants_modules: bool, goes_on: bool = True) -
     """
     found = program.results(folder)
     traces = [one for one in found if one.get("trace")]
-    shapes.put_together(traces)
     flow.put_together(traces)
     if traces:
         first = traces[0]

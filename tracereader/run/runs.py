@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.run import flow, program, shapes
+from tracereader.run import flow, program
 from tracereader.run.candidates import Seen
 from tracereader.run.savings import step_us
 
@@ -146,7 +146,6 @@ def run_once(
             end_all(process)
     seconds = time.monotonic() - began
     results = program.results(folder)
-    shapes.put_together(results)
     flow.put_together(results)
     measured = [one for one in results if one.get("steps_us")]
     if not measured:

@@ -5,7 +5,7 @@ To record shapes makes steps on a CPU longer, up to several times. So record-tra
 
 import gzip
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,15 +19,6 @@ LONGER = 1.1
 
 Event = dict[str, object]
 Lanes = list[list[Event]]  # the ops of each thread in a step
-
-
-def put_together(results: Iterable[Mapping[str, object]]) -> None:
-    """Give each trace of these results of a program's processes its shapes, once."""
-    for one in results:
-        other = Path(str(one.get("with_shapes")))
-        if other.exists():
-            put_into(Path(str(one["trace"])), other)
-            other.unlink()
 
 
 def put_into(trace: Path, other: Path) -> None:
@@ -49,7 +40,12 @@ def put_into(trace: Path, other: Path) -> None:
                     for op, known in zip(lane, of_lane, strict=True):
                         op["args"] = {**op.get("args", {}), **known}
     with_shapes |= {name: value for name, value in first.items() if name.startswith("unprofiled")}
-    data = msgspec.json.encode(with_shapes)
+    write(trace, with_shapes)
+
+
+def write(trace: Path, document: Mapping[str, object]) -> None:
+    """Replace a trace at once, compressed if its name says so."""
+    data = msgspec.json.encode(document)
     replace(trace, gzip.compress(data, 5) if trace.suffix == ".gz" else data)
 
 

@@ -10,6 +10,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+FROM_PYTHON = "aten::lift_fresh"  # tensors that Python makes come through this op
 FILLS = ("aten::fill_", "aten::zero_")  # ops that set memory to a value
 FOREACH = ("_foreach", "aten::_foreach")  # ops on lists of tensors, of optimizers mostly
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")

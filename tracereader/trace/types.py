@@ -155,7 +155,7 @@ class _Raw(msgspec.Struct, gc=False):
     concrete: msgspec.Raw = msgspec.field(name=RECORDED[3], default=msgspec.Raw(b"null"))
 
 
-class Flow(msgspec.Struct, gc=False):
+class Flow(msgspec.Struct, gc=False, omit_defaults=True):
     """What an op reads and makes: numbers of a tensor's contents. record-trace writes them for ops of torch.
 
     A positive number was made in this step. again: for each that the op makes, one with equal contents that was made
