@@ -14,6 +14,7 @@ from conftest import ROOT
 from raw_events import end, raw_steps
 from test_opportunities import priced_changes, raw_events
 
+from tracereader.changes.equal_passes import Loop, _proposed
 from tracereader.figures.data_flow import calls_with_flow, computed_again, parts_without_other_passes
 from tracereader.run import flow, shapes
 from tracereader.run.inside.observing import Observer
@@ -156,3 +157,11 @@ def test_a_trace_stays_as_it_is_if_the_observers_file_is_broken(tmp_path, conten
     file.write_bytes(content)
     flow.put_into(trace, file)
     assert trace.read_bytes() == STATE.read_bytes()
+
+
+def test_a_sentence_about_loops_counts_those_of_which_it_holds():
+    several = [Loop((0, 1), 2, "reads"), Loop((3, 4, 5), 6, "reads"), Loop((7, 8), 9, "writes")]
+    assert (
+        _proposed(None, several, "").evidence == "each of 5 passes in 2 loops reads; the saving includes 1 other loop"
+    )
+    assert _proposed(None, several[:1], "").evidence == "each of 2 passes reads"

@@ -181,10 +181,12 @@ def _computing_us(calls: Sequence[Op]) -> float:
 
 
 def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", most: Graph | None = None) -> Proposal:
-    each = f" in {len(found)} loops" if len(found) > 1 else ""
+    same = [one for one in found if one.what == found[0].what]
+    each = f" in {len(same)} loops" if len(same) > 1 else ""
+    more = f"; the saving includes {counted(len(found) - len(same), 'other loop')}" * (len(same) < len(found)) + more
     return Proposal(
         graph,
-        f"each of {sum(len(one.starts) for one in found)} passes{each} {found[0].what}{more}",
+        f"each of {sum(len(one.starts) for one in same)} passes{each} {same[0].what}{more}",
         how,
         assumed=True,
         title="" if found[0].ends and found[0].what != ADDS_UP else "compute equal passes at once",
