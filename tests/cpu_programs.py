@@ -941,20 +941,16 @@ PROGRAMS = {
          own_head_of_each_state, one_actor, layers_in_turn, skip_over_all, state_after_each_forecast, running_mean,
          greedy_layers, layers_without_gradients, exits_in_training, another_list, exits, features_and_others),
     ),
-    "parts_in_training": (
-        (),
-        (times, times_with_layers, last_result_detached, last_result_picked, last_result_without_gradients,
-         state_of_an_encoder, own_layers, leaky),
-    ),
-    "around_a_state": (
-        (),
-        (layers_around_a_cell, layers_under_autocast, losses_in_each_pass, result_fed_back, image_fed_back,
-         state_without_its_history, average_of_features, state_first, detached_state_first, frozen_state_first,
-         centered_inputs, part_fed_back, fast_weights, update_in_each_pass),
-    ),
     "float64": ((products, stencil, kernel), ()),
     "indices": ((recurrence, scan, heads), (first_tokens,)),
 }  # fmt: skip
+# Loops over time, of which no trace is kept: test_data_flow.py observes them.
+OBSERVED = (
+    times, times_with_layers, last_result_detached, last_result_picked, last_result_without_gradients,
+    state_of_an_encoder, own_layers, leaky, layers_around_a_cell, layers_under_autocast, losses_in_each_pass,
+    result_fed_back, image_fed_back, state_without_its_history, average_of_features, state_first, detached_state_first,
+    frozen_state_first, centered_inputs, part_fed_back, fast_weights, update_in_each_pass,
+)  # fmt: skip
 APART, WITH_MODULES = ("float64", "indices"), ("module_calls", "joined_passes")
 
 

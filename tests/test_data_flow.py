@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from conftest import ROOT
+from cpu_programs import OBSERVED, record
 from raw_events import end, raw_steps
 from test_opportunities import priced_changes, raw_events
 
@@ -74,21 +75,58 @@ def test_a_trace_without_data_flow_has_no_such_parts(tmp_path):
     assert "compute_once" not in priced_changes(file)
 
 
-def observed(tmp_path, *steps):
-    """Return the flow of each step's ops on the program's thread that read or make tensors."""
-    file = tmp_path / "observed.json"
+def observe(file, *steps):
     observer = Observer(torch, str(file))
     for number, step in enumerate(steps):
         if number:
             observer.begin_step()
         step()
     observer.end()
+
+
+def observed(tmp_path, *steps):
+    """Return the flow of each step's ops on the program's thread that read or make tensors."""
+    file = tmp_path / "observed.json"
+    observe(file, *steps)
     found = flow.flows(msgspec.json.decode(file.read_bytes(), type=flow._Trace).nodes)
     return [of_step[0] for of_step in found]
 
 
 def named(flows, name):
     return [one for its_name, one in flows if its_name == f"aten::{name}" and (one.reads or one.makes)]
+
+
+EXPECTED = {
+    "times": {"whole": "conv2d relu conv2d relu"},
+    "times_with_layers": {"whole": "linear tanh linear tanh"},
+    "last_result_without_gradients": {"after": "add conv2d relu conv2d relu"},  # no pass takes what is kept
+    "state_of_an_encoder": {"before": "conv2d relu conv2d relu"},
+    "layers_around_a_cell": {"before": "linear relu linear", "after": "linear tanh linear tanh"},
+    "layers_under_autocast": {"before": "linear tanh linear tanh", "after": "linear to"},
+    "losses_in_each_pass": {"before": "linear relu", "after": "linear mse_loss add"},
+    "image_fed_back": {"before": "conv2d relu"},  # and not the layer of the last image
+    "state_without_its_history": {"before": "linear", "after": "linear"},
+    "average_of_features": {"before": "linear mul"},
+    "state_first": {"before": "linear"},
+    "detached_state_first": {"before": "linear"},
+    "centered_inputs": {"before": "mul"},
+}  # of each pass, the ops that make something; all other programs hand on everything
+
+
+@pytest.mark.parametrize("program", OBSERVED, ids=lambda program: program.__name__)
+def test_only_what_needs_no_other_pass_is_a_part_of_its_own(program, tmp_path):
+    step, trace = program(), tmp_path / "trace.json.gz"
+    record(step, tmp_path / "trace.json")
+    observe(tmp_path / "flow", step, step)
+    flow.put_into(trace, tmp_path / "flow")
+    found, last = {}, read(trace).steps[-1]
+    making = {id(one.op) for one in calls_with_flow(last) if one.flow.makes}
+    assert making
+    for part in parts_without_other_passes(last):
+        kind = "whole" if part.whole else "before" if part.before else "after"
+        assert kind not in found and len(part.ops) == 12
+        found[kind] = " ".join(op.name.removeprefix("aten::") for op in part.ops[0] if id(op) in making)
+    assert found == EXPECTED.get(program.__name__, {})
 
 
 def test_writing_in_place_makes_new_contents(tmp_path):
