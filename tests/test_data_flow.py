@@ -14,6 +14,7 @@ from conftest import ROOT
 from cpu_programs import OBSERVED, record
 from raw_events import end, raw_steps
 from test_opportunities import priced_changes, raw_events
+from test_record_trace import recorded
 
 from tracereader.changes.equal_passes import Loop, _proposed
 from tracereader.figures.data_flow import calls_with_flow, computed_again, parts_without_other_passes
@@ -203,3 +204,38 @@ def test_a_sentence_about_loops_counts_those_of_which_it_holds():
         _proposed(None, several, "").evidence == "each of 5 passes in 2 loops reads; the saving includes 1 other loop"
     )
     assert _proposed(None, several[:1], "").evidence == "each of 2 passes reads"
+
+
+LOOP = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.key, self.cell = (torch.nn.Linear(64, 64) for _ in range(3))
+    def forward(self, inputs, context):
+        state = torch.zeros(64, device=DEVICE)
+        for one in inputs:
+            state = torch.tanh(self.cell(state) + torch.relu(self.layer(one)) + self.key(context).mean(0))
+        return state
+model, context = Model().to(DEVICE), torch.randn(32, 64, device=DEVICE)
+with torch.no_grad():
+    for step in range(1000):
+        model(torch.tensor([[float(step + number)] * 64 for number in range(8)]).to(DEVICE), context)
+"""
+
+
+CUDA = pytest.param("cuda", PASSES, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("device", "count"), [("cpu", PASSES - 1), CUDA])
+def test_record_trace_observes_a_loop(tmp_path, device, count):
+    """A tensor of the CPU may have new contents in each step, so only its step says what is computed again."""
+    found, traces = recorded(tmp_path, LOOP.replace("DEVICE", repr(device)))
+    assert found.returncode == 0, found.stderr
+    (name,) = traces
+    step = read(tmp_path / name).steps[-1]
+    again = [op.inputs.recorded[0] for op in computed_again(step) if op.name == "aten::linear"]
+    assert [str(one) for one in again] == [str([32, 64])] * count
+    (before,) = parts_without_other_passes(step)
+    assert before.before and not before.whole and len(before.ops) == PASSES
+    assert {op.name for op in before.ops[0]} == {f"aten::{name}" for name in ("linear", "relu", "mean")}
