@@ -189,6 +189,41 @@ def test_a_step_computes_again_what_the_step_before_has_computed_unless_it_is_ne
     assert known.again and max(known.again) < 0 and not new.again
 
 
+def test_an_ops_number_counts_as_one_of_its_inputs(tmp_path):
+    """torch gives an op such a number as a tensor, which may lie where the last pass's number lay."""
+    context = torch.randn(4, 4)
+
+    def step():
+        for number in range(4):
+            (context + number).exp()
+            (context / 2.0).cos()
+            (1 - context).sin()
+            (context * torch.tensor(number, dtype=torch.double)).tan()  # Python may write into this tensor
+
+    without, with_numbers = observed(tmp_path, step, step)
+    again = {name: [bool(one.again) for one in named(with_numbers, name)] for name in ("exp", "cos", "sin", "tan")}
+    assert again == {"exp": [False] * 4, "cos": [False, *[True] * 3], "sin": [False, *[True] * 3], "tan": [False] * 4}
+    assert not any(one.again for name in ("exp", "cos", "tan") for one in named(without, name))
+
+
+def test_a_programs_modes_outlive_the_one_that_observes(tmp_path):
+    def modes():
+        return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+
+    before = modes()
+    with torch.device("cpu"):
+        its = modes()
+        observe(tmp_path / "observed.json", dict, lambda: torch.ones(2) * 2)
+        assert modes() == its
+    observer = Observer(torch, str(tmp_path / "observed.json"))
+    observer.begin_step()
+    with torch.device("cpu"):
+        observer.end()
+        assert len(modes()) == len(before) + 2 and (torch.ones(2) * 2).sum() == 4
+    torch._C._pop_torch_function_stack()
+    assert modes() == before
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"nodes": [{"id": 1}]}', b'{"nodes": [', b"\xff"])
 def test_a_trace_stays_as_it_is_if_the_observers_file_is_broken(tmp_path, content):
     trace, file = tmp_path / "trace.json.gz", tmp_path / "flow"

@@ -29,6 +29,7 @@ RANDOM = re.compile(
 # What these make is not known yet.
 EMPTY = re.compile(r"aten::(new_)?empty|aten::(resize|set)_").match
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
+BYTES_OF_NUMBERS = (1, 8, 16)  # of a bool, of a float or an int, and of a complex number
 ATTENDS = re.compile(r"aten::_\w*attention").match
 MUTABLE = re.compile(r"\(\w+!").search
 
@@ -120,7 +121,8 @@ def flows(nodes: Iterable[_Node]) -> list[list[list[tuple[str, Flow]]]]:
             inside.add(node.id)
         elif node.name.startswith(OF_TORCH):
             inside.add(node.id)
-            memory.run(node, list(_walk(node, below)), flow)
+            mark = nodes[node.ctrl_deps].name if node.ctrl_deps in nodes else ""
+            memory.run(node, list(_walk(node, below)), flow, mark if mark.startswith(observing.NUMBERS) else "")
         elif not COMPUTES_BELOW(node.name):
             opened.append(node)
     return [list(one.values()) for one in steps]
@@ -194,18 +196,27 @@ class _Memory:
         for one in tensors.values():
             self.set(one, None)
 
-    def run(self, node: _Node, calls: Sequence[_Node], flow: Flow) -> None:
-        """Take in what an op makes. calls: the op and those below it."""
+    def run(self, node: _Node, calls: Sequence[_Node], flow: Flow, numbers: str) -> None:
+        """Take in what an op makes. calls: the op and those below it. numbers: those that Python gave it, if known.
+
+        A tensor that may be a number of Python has unknown contents if they are not known: it may lie where another
+        number lay.
+        """
         values = node.inputs.values
-        given = {one[1]: one for one in _tensors(values)}
+        may_be_numbers = {place for place, one in enumerate(values) if _may_be_number(node, place, one)}
+        tensors = [one for place, one in enumerate(values) if not (numbers and place in may_be_numbers)]
+        given = {one[1]: one for one in _tensors(tensors)}
         flow.reads.extend(self.emitted(self.version(one).number) for one in given.values())
         if node.name == FROM_PYTHON:  # the memory may have been another tensor's
             for one in given.values():
                 self.versions.pop(one[1])
             return
-        is_known = not EMPTY(node.name) and not any(map(_is_random, calls))
+        is_known = not EMPTY(node.name) and not any(map(_is_random, calls)) and (numbers or not may_be_numbers)
         parts = [node.name, str(node.inputs.shapes), str(node.inputs.strides)]
         for place, one in enumerate(values):
+            if place in may_be_numbers:
+                parts.append(numbers)
+                continue
             tensors = list(_tensors(one))
             is_whole = node.name in OVERWRITES and not place and self._is_whole(tensors)
             parts.append(tuple((not is_whole and self.version(t).value, t[2], t[5]) for t in tensors) or str(one))
@@ -223,6 +234,12 @@ class _Memory:
 
     def _is_whole(self, tensors: Sequence[list]) -> bool:
         return all(one[2] == 0 and self.elements.get(one[1]) == one[3] for one in tensors)
+
+
+def _may_be_number(node: _Node, place: int, value: object) -> bool:
+    """Return whether an op's input may be a number that Python gave it: it comes as a tensor without dimensions."""
+    is_tensor = isinstance(value, list) and next(_tensors(value), None) is value and value[5] == "cpu"
+    return is_tensor and value[4] in BYTES_OF_NUMBERS and node.inputs.shapes[place] == [] and node.name != FROM_PYTHON
 
 
 def _is_random(node: _Node) -> bool:

@@ -3,9 +3,12 @@
 import contextlib
 import os
 import sys
+import types
 
 STEP = "## step ##"  # the mark before each step
-STEPS = 2  # the second one shows what the first one has computed already
+NUMBERS = "## numbers "  # the mark around a function of torch, with the numbers that Python gives it
+# The first one is without a mode, with which torch may call other ops. A later one shows what one before has computed.
+STEPS = 3
 
 
 class Observer:
@@ -16,20 +19,71 @@ class Observer:
         with _silent():
             self.observer = torch.profiler.ExecutionTraceObserver().register_callback(path)
             self.observer.start()
-        self.begin_step()
+        self.numbers = _noting_numbers(torch)
+        self._mark()
 
     @staticmethod
     def is_known(torch):
         return hasattr(torch.profiler, "ExecutionTraceObserver")
 
     def begin_step(self):
+        if self.numbers.ended and not _compiles():
+            self.numbers.begin()
+        self._mark()
+
+    def _mark(self):
         with self.profiler.record_function(STEP):
             pass
 
     def end(self):
+        self.numbers.end()
         with _silent(), contextlib.suppress(Exception):
             self.observer.stop()
             self.observer.unregister_callback()
+
+
+def _compiles():
+    """Return whether torch.compile has compiled anything. It would compile it again for other modes."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return bool(counters) and bool(counters.get("frames"))
+
+
+def _noting_numbers(torch):
+    """Return a mode that marks each function of torch to which Python gives numbers beside tensors.
+
+    Its op gets such a number as a tensor on the CPU, and the observer does not record what it contains. A function that
+    is written in Python may have numbers of its own, so only methods of tensors are marked among these, as of 1 - x.
+    """
+    numbers = (bool, int, float, complex)
+    known = (torch.Tensor, torch.dtype, str, type(None), *numbers)
+
+    class Numbers(torch.overrides.TorchFunctionMode):
+        ended = True
+
+        def __torch_function__(self, function, _, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            given = [*args, *kwargs.values()]
+            in_python = isinstance(function, types.FunctionType) and function.__module__ != "torch._tensor"
+            if self.ended or in_python or not all(isinstance(one, known) for one in given):
+                return function(*args, **kwargs)
+            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            of_python = [one for one in given if isinstance(one, numbers)]
+            if not tensors or not of_python or any(not one.dim() and one.device.type == "cpu" for one in tensors):
+                return function(*args, **kwargs)
+            with torch.profiler.record_function(f"{NUMBERS}{of_python}"):
+                return function(*args, **kwargs)
+
+        def begin(self):
+            self.ended = False
+            self.__enter__()
+
+        def end(self):
+            """Leave the mode, unless the program has entered another one since then."""
+            self.ended = True
+            if torch.overrides._get_current_function_mode() is self:
+                self.__exit__(None, None, None)
+
+    return Numbers()
 
 
 @contextlib.contextmanager
