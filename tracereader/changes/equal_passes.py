@@ -21,7 +21,7 @@ from tracereader.changes.host import host
 from tracereader.changes.opportunity import Proposal
 from tracereader.changes.roofline import TWO_BYTES, moving_us, multiplying_us
 from tracereader.figures.attention import attention_calls, keys_grow_in_place
-from tracereader.figures.data_flow import PartOfPasses, calls_with_flow, hand_on, parts_without_other_passes
+from tracereader.figures.data_flow import calls_with_flow, hand_on, parts_without_other_passes
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.phases import (
@@ -329,24 +329,25 @@ def allowed(trace: Trace, step: Step) -> list[Loop]:
 
 def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
     """Return the parts of loops that the recording decides: whole passes, or what can be computed before or after."""
-    return [loop for part, loop in _by_flow(step) if (part.whole, part.before) == (whole, before)]
-
-
-@kept_by_step
-def _by_flow(step: Step) -> list[tuple[PartOfPasses, Loop]]:
-    found, following = [], {id(one.op): two.op for one, two in pairwise(calls_with_flow(step))}
-    for part in parts_without_other_passes(step):
-        parts, what = [], DECIDED
-        for ops in part.ops:
-            ids = {id(op) for op in ops}
-            ends = (two.start if id(two := following.get(id(op))) in ids else op.end for op in ops)
-            parts.append(union((op.start, end) for op, end in zip(ops, ends, strict=True)))
+    found = []
+    for part in (one for one in parts_without_other_passes(step) if (one.whole, one.before) == (whole, before)):
+        parts, what = times_of(step, part.ops), DECIDED
         if not part.whole:
             layer = next(filter(TAKES_DATA, (op.name for op in part.ops[0])), "")
             place = "independent of earlier passes" if part.before else "without effect on later passes"
             what = f"has {counted(len(part.ops[0]), 'op')} {place}{', such as ' * bool(layer)}{layer}"
         starts, ends = tuple(one[0].start for one in part.ops), tuple(one[-1][1] for one in parts)
-        found.append((part, Loop(starts, ends[-1], what, () if part.whole else ends, tuple(parts))))
+        found.append(Loop(starts, ends[-1], what, () if part.whole else ends, tuple(parts)))
+    return found
+
+
+def times_of(step: Step, parts: Sequence[Sequence[Op]]) -> list[list[tuple[int, int]]]:
+    """Return when parts of ops with data flow run (ns): each op until the next one starts, if that is of its part."""
+    found, following = [], {id(one.op): two.op for one, two in pairwise(calls_with_flow(step))}
+    for ops in parts:
+        ids = {id(op) for op in ops}
+        ends = (two.start if id(two := following.get(id(op))) in ids else op.end for op in ops)
+        found.append(union((op.start, end) for op, end in zip(ops, ends, strict=True)))
     return found
 
 

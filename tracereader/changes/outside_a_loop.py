@@ -5,7 +5,15 @@ record-trace records what each op reads and makes. Other traces do not show whet
 
 from tracereader.changes.change import change
 from tracereader.changes.context import Case
-from tracereader.changes.equal_passes import FEWER_PRODUCTS, Loop, all_but_the_last, all_in_one, by_flow, is_allowed
+from tracereader.changes.equal_passes import (
+    FEWER_PRODUCTS,
+    Loop,
+    all_but_the_last,
+    all_in_one,
+    by_flow,
+    is_allowed,
+    times_of,
+)
 from tracereader.changes.opportunity import Proposal
 from tracereader.figures.data_flow import computed_again
 from tracereader.findings.finding import counted, duration, listed
@@ -16,8 +24,7 @@ from tracereader.trace.grouped import totals
 @change("compute the inputs of a loop before it", "one call for all passes reaches good rates", followed=FEWER_PRODUCTS)
 def loop_inputs(case: Case) -> Proposal | None:
     """Return a proposal to compute before a loop over time what its passes compute before they use a state."""
-    how = "compute this for all passes before the loop, and take its results with unbind(dim)"
-    return _outside(case, True, how)
+    return _outside(case, True, "compute this for all passes before the loop, and take its results with unbind(dim)")
 
 
 @change("compute the outputs of a loop after it", "one call for all passes reaches good rates", followed=FEWER_PRODUCTS)
@@ -44,7 +51,7 @@ def compute_once(case: Case) -> Proposal | None:
         return None
     spans, gone = [], []
     for step, ops in zip(case.steps, in_steps, strict=True):
-        loop = Loop((step.start,), step.end, "", parts=([(op.start, op.end) for op in ops], []))
+        loop = Loop((step.start,), step.end, "", parts=(*times_of(step, [ops]), []))
         removed, _, work = all_but_the_last(case, step, loop)
         spans += removed
         gone += work

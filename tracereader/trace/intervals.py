@@ -87,9 +87,6 @@ class Lengths:
     def between(self, start: int, end: int) -> int:
         return max(0, self.until(end) - self.until(start))
 
-    def has(self, time: int) -> bool:
-        return self.between(time, time + 1) > 0
-
     def until(self, time: int) -> int:
         """Return the covered length before a time."""
         index = bisect.bisect_right(self.starts, time)

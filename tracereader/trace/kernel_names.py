@@ -380,7 +380,7 @@ def _inductor(match, text):
     parts = {"kind": {"per": "persistent", "tem": "template"}.get(kind, ""), "fuses": ops and "fuses " + ", ".join(ops)}
     family = {"red": "reduction", "per": "reduction", "tem": "GEMM"}.get(kind, "pointwise")
     if kind == "tem":
-        family = next((one for word, one in TEMPLATES if re.search(word, said)), "other")
+        family = _family(TEMPLATES, said)
     elif family == "reduction" and _multiplies({*ops}):
         family = "GEMM"  # a matrix-vector product that Inductor wrote itself
     elif family == "reduction" and re.search(NORMS, said):
@@ -411,9 +411,8 @@ NORMS = "(?:layer|rms|batch|group|instance)_norm|(?:mean|pow|var)_.{0,200}rsqrt"
 TEMPLATES = (("attention", "attention"), ("conv", "convolution"), ("mm|linear|gemm", "GEMM"))
 
 
-def _inductor_template(match, text):
-    family = next(family for word, family in TEMPLATES if re.search(word, match["op"]))
-    return family, "Inductor, Triton", {"kind": "template", "does": match["op"]}
+def _family(families, text):
+    return next((family for words, family in families if re.search(words, text)), "other")
 
 
 # --- ATen -----------------------------------------------------------------------------------------------------------
@@ -667,11 +666,6 @@ def _nccl(match, text):
     return "communication", "NCCL", {"does": does, "details": details}
 
 
-def _liger(match, text):
-    family = next(family for pattern, family in LIGER_JOBS if re.search(pattern, match[0]))
-    return family, "Liger, Triton", {"does": match[0].removesuffix("_kernel").strip("_").replace("_", " ")}
-
-
 LIGER = (
     r"^_(?:geglu|swiglu|relu_squared|(?:fused_add_|block_|modulated_)?rms_norm|layer_norm|group_norm|poly_norm|dyt|jsd|tv_distance"
     r"|fused_linear_jsd|grpo_loss|kldiv|softmax_(?:single|multi)_block|sparsemax)_?\w{0,40}(?:forward|backward|fwd|bwd)\w{0,30}$"
@@ -707,8 +701,9 @@ READERS = (
     (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
     (r"^(?:graph_\d+_)?(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
     (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
-     _inductor_template),
-    (LIGER, _liger),
+     lambda m, t: (_family(TEMPLATES, m["op"]), "Inductor, Triton", {"kind": "template", "does": m["op"]})),
+    (LIGER, lambda m, t: (_family(LIGER_JOBS, m[0]), "Liger, Triton",
+                          {"does": m[0].removesuffix("_kernel").strip("_").replace("_", " ")})),
     # AOTriton, which PyTorch calls on AMD GPUs, and flash-attention's Triton version have the same names
     (r"^(?:bare_)?attn_fwd(?:_\w+)?$|^bwd_(?:kernel_(?:dk_?dv|dq|fuse)|preprocess)\w*$",
      lambda m, t: ("attention", "Triton", {"does": "prepares the gradients" if "preprocess" in t else _way(t)})),
