@@ -1411,6 +1411,6 @@ PROGRAMS = {
                       "bf16": "half_precision", "compile": "fuse_pointwise"},
     separation_train: {"var_mean_norm": "", "graph": "cuda_graph", "compile": "fuse_pointwise",
                        "bf16": "half_precision", "fused_adam": "fused_optimizer"},
-    mc_dropout_table: {"trunk_once": "", "graph": "cuda_graph", "bf16": "half_precision", "tf32": "tf32",
+    mc_dropout_table: {"trunk_once": "compute_once", "graph": "cuda_graph", "bf16": "half_precision", "tf32": "tf32",
                        "keep_on_gpu": "remove_sync"},
 }  # fmt: skip

@@ -422,5 +422,6 @@ PROGRAMS = {
     crf_tagger: {"score_at_once": "larger_batch", "unbind": "unbind", "graph": "cuda_graph", "tree": ""},
     face_verification: {"channels_last": "channels_last", "fused": "fused_optimizer", "margin_of_target": "",
                         "benchmark": ""},
-    sales_forecast: {"at_once": "larger_batch", "no_grad": "no_autograd", "fold_weights": "", "graph": "cuda_graph"},
+    sales_forecast: {"at_once": "larger_batch", "no_grad": "no_autograd", "fold_weights": "compute_once",
+                     "graph": "cuda_graph"},
 }  # fmt: skip

@@ -607,7 +607,7 @@ PROGRAMS = {
                 "seldom_ask": "remove_sync"},
     form_reader: {"one_batch": "larger_batch", "half": "half_precision", "graph": "cuda_graph",
                   "pinned": "overlap_copies"},
-    article_search: {"normalized_once": "", "topk": "largest_first", "half_index": "half_precision",
+    article_search: {"normalized_once": "compute_once", "topk": "largest_first", "half_index": "half_precision",
                      "no_grad": "no_autograd"},
     street_service: {"labels_on_gpu": "cpu_tensors", "normalize_on_gpu": "", "half": "half_precision",
                      "pinned": ""},

@@ -543,7 +543,7 @@ PROGRAMS = {
     view_averaging: {"at_once": "larger_batch", "channels_last": "channels_last", "compile": "fuse_pointwise"},
     signature_triplets: {"at_once": "larger_batch", "pinned": "overlap_copies", "no_item": "remove_sync",
                          "bf16": "half_precision"},
-    style_transfer: {"targets_once": "", "frozen": "no_autograd", "channels_last": "channels_last"},
+    style_transfer: {"targets_once": "compute_once", "frozen": "no_autograd", "channels_last": "channels_last"},
     value_learning: {"at_once": "larger_batch", "fused": "fused_optimizer", "graph": "cuda_graph"},
     patch_attack: {"frozen": "no_autograd", "channels_last": "channels_last"},
     prompt_tuning: {"frozen": "no_autograd", "tf32": "tf32"},

@@ -1006,7 +1006,7 @@ PROGRAMS = {
     room_views: {"inference_mode": "no_autograd", "tf32": "tf32", "bf16": "half_precision",
                  "compile": "fuse_pointwise", "larger_chunks": "larger_batch"},
     chat_service: {"batched": "larger_batch", "cuda_graph": "static_cache", "fixed_cache": "",
-                   "one_sync": "remove_sync", "rotation_table": ""},
+                   "one_sync": "remove_sync", "rotation_table": "compute_once"},
     restored_photos: {"tiles_together": "larger_batch", "blend_on_gpu": "python",
                       "channels_last": "channels_last", "bf16": "half_precision", "compile": "fuse_pointwise"},
 }  # fmt: skip
