@@ -15,11 +15,10 @@ class Observer:
     """Observes steps from its creation on. begin_step() marks where each of them begins; end() writes the file."""
 
     def __init__(self, torch, path):
-        self.profiler = torch.profiler
+        self.profiler, self.numbers = torch.profiler, _noting_numbers(torch)
         with _silent():
             self.observer = torch.profiler.ExecutionTraceObserver().register_callback(path)
             self.observer.start()
-        self.numbers = _noting_numbers(torch)
         self._mark()
 
     @staticmethod
@@ -36,7 +35,8 @@ class Observer:
             pass
 
     def end(self):
-        self.numbers.end()
+        with contextlib.suppress(Exception):
+            self.numbers.end()
         with _silent(), contextlib.suppress(Exception):
             self.observer.stop()
             self.observer.unregister_callback()
