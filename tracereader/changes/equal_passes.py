@@ -331,7 +331,7 @@ def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
     """Return the parts of loops that the recording decides: whole passes, or what can be computed before or after."""
     found = []
     for part in (one for one in parts_without_other_passes(step) if (one.whole, one.before) == (whole, before)):
-        parts, what = times_of(step, part.ops), DECIDED
+        parts, what = [times_of(step, ops) for ops in part.ops], DECIDED
         if not part.whole:
             layer = next(filter(TAKES_DATA, (op.name for op in part.ops[0])), "")
             place = "independent of earlier passes" if part.before else "without effect on later passes"
@@ -341,14 +341,15 @@ def by_flow(step: Step, whole: bool, before: bool = True) -> list[Loop]:
     return found
 
 
-def times_of(step: Step, parts: Sequence[Sequence[Op]]) -> list[list[tuple[int, int]]]:
-    """Return when parts of ops with data flow run (ns): each op until the next one starts, if that is of its part."""
-    found, following = [], {id(one.op): two.op for one, two in pairwise(calls_with_flow(step))}
-    for ops in parts:
-        ids = {id(op) for op in ops}
-        ends = (two.start if id(two := following.get(id(op))) in ids else op.end for op in ops)
-        found.append(union((op.start, end) for op, end in zip(ops, ends, strict=True)))
-    return found
+def times_of(step: Step, ops: Sequence[Op]) -> list[tuple[int, int]]:
+    """Return when ops with data flow run (ns): each until the next one starts, if that is one of them."""
+    ids, following = {id(op) for op in ops}, _following(step)
+    return union((op.start, two.start if id(two := following.get(id(op))) in ids else op.end) for op in ops)
+
+
+@kept_by_step
+def _following(step: Step) -> dict[int, Op]:
+    return {id(one.op): two.op for one, two in pairwise(calls_with_flow(step))}
 
 
 def _allowed(trace: Trace, step: Step, found: Sequence[Loop]) -> list[Loop]:

@@ -51,7 +51,7 @@ def compute_once(case: Case) -> Proposal | None:
         return None
     spans, gone = [], []
     for step, ops in zip(case.steps, in_steps, strict=True):
-        loop = Loop((step.start,), step.end, "", parts=(*times_of(step, [ops]), []))
+        loop = Loop((step.start,), step.end, "", parts=(times_of(step, ops), []))
         removed, _, work = all_but_the_last(case, step, loop)
         spans += removed
         gone += work
