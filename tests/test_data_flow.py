@@ -5,7 +5,6 @@ same tensors again, takes its part of an input, and computes an output that no l
 """
 
 import itertools
-import json
 
 import msgspec
 import pytest
@@ -13,12 +12,14 @@ import torch
 from conftest import ROOT
 from cpu_programs import OBSERVED, record
 from raw_events import end, raw_steps
+from test_later_workloads import edited
+from test_loops import without_data_flow
 from test_opportunities import priced_changes, raw_events
 from test_record_trace import recorded
 
 from tracereader.changes.equal_passes import Loop, _proposed
 from tracereader.figures.data_flow import calls_with_flow, computed_again, parts_without_other_passes
-from tracereader.run import flow, shapes
+from tracereader.run import flow
 from tracereader.run.inside.observing import Observer
 from tracereader.trace import read
 
@@ -66,11 +67,7 @@ def test_what_feeds_a_state_and_what_it_feeds_are_told_apart():
 
 
 def test_a_trace_without_data_flow_has_no_such_parts(tmp_path):
-    document = json.loads(shapes.content(STATE))
-    for event in document["traceEvents"]:
-        event.get("args", {}).pop("Makes", None)
-    file = tmp_path / "without.json"
-    file.write_text(json.dumps(document))
+    file = edited(STATE, tmp_path, without_data_flow)
     step = read(file).steps[-1]
     assert calls_with_flow(step) == parts_without_other_passes(step) == computed_again(step) == []
     assert "compute_once" not in priced_changes(file)
@@ -264,7 +261,7 @@ CUDA = pytest.param("cuda", PASSES, marks=pytest.mark.gpu)
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", PASSES - 1), CUDA])
 def test_record_trace_observes_a_loop(tmp_path, device, count):
-    """A tensor of the CPU may have new contents in each step, so only its step says what is computed again."""
+    """A tensor of the CPU may have new contents in each step, so the step before says nothing about it."""
     found, traces = recorded(tmp_path, LOOP.replace("DEVICE", repr(device)))
     assert found.returncode == 0, found.stderr
     (name,) = traces

@@ -426,12 +426,12 @@ def _observed(step, file):
     """Return the file with what the ops of some steps read and make, as record-trace writes it; None without it."""
     import torch
 
-    from tracereader.run.inside import observing
+    from tracereader.run.inside import measuring, observing
 
     if not observing.Observer.is_known(torch):
         return None
     file.parent.mkdir(parents=True, exist_ok=True)
-    observer = observing.Observer(torch, str(file))
+    observer = observing.Observer(torch, str(file), notes_numbers=not measuring.compiled_graphs())
     for number in range(observing.STEPS):
         if number:
             observer.begin_step()

@@ -78,7 +78,7 @@ class Measuring:
             self.first_end = time.perf_counter()
         self.ends.append(time.perf_counter() - self._waited())
         del self.ends[: -2 * STEADY - 1]
-        work = self._compiled(), self._allocated()
+        work = compiled_graphs(), self._allocated()
         self.quiet = self.quiet + 1 if work == self.work else 0
         self.work = work
         self.repeated = self.repeated + 1 if len(self.inputs) == self.known_inputs else 0
@@ -269,11 +269,6 @@ class Measuring:
         if self._on_gpu() and not self.torch.cuda.is_current_stream_capturing():
             self.torch.cuda.synchronize()
 
-    def _compiled(self):
-        utils = sys.modules.get("torch._dynamo.utils")
-        counters = getattr(utils, "counters", None)
-        return counters["stats"].get("unique_graphs", 0) if counters and "stats" in counters else 0
-
     def _allocated(self):
         if not self._on_gpu():
             return 0
@@ -281,6 +276,12 @@ class Measuring:
             return self.torch._C._cuda_memoryStats(self.torch.cuda.current_device())["segment"]["all"]["allocated"]
         except Exception:  # an allocator of the program's own
             return 0
+
+
+def compiled_graphs():
+    """Return how many graphs torch.compile has compiled in this process."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters["stats"].get("unique_graphs", 0) if counters and "stats" in counters else 0
 
 
 def page_faults():

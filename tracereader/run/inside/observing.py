@@ -12,9 +12,13 @@ STEPS = 3
 
 
 class Observer:
-    """Observes steps from its creation on. begin_step() marks where each of them begins; end() writes the file."""
+    """Observes steps from its creation on. begin_step() marks where each of them begins; end() writes the file.
 
-    def __init__(self, torch, path):
+    notes_numbers: from the second step on. torch.compile would compile a program again for that.
+    """
+
+    def __init__(self, torch, path, notes_numbers=True):
+        self.notes_numbers = notes_numbers
         self.profiler, self.numbers = torch.profiler, _noting_numbers(torch)
         with _silent():
             self.observer = torch.profiler.ExecutionTraceObserver().register_callback(path)
@@ -26,7 +30,7 @@ class Observer:
         return hasattr(torch.profiler, "ExecutionTraceObserver")
 
     def begin_step(self):
-        if self.numbers.ended and not _compiles():
+        if self.numbers.ended and self.notes_numbers:
             self.numbers.begin()
         self._mark()
 
@@ -40,12 +44,6 @@ class Observer:
         with _silent(), contextlib.suppress(Exception):
             self.observer.stop()
             self.observer.unregister_callback()
-
-
-def _compiles():
-    """Return whether torch.compile has compiled anything. It would compile it again for other modes."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return bool(counters) and bool(counters.get("frames"))
 
 
 def _noting_numbers(torch):

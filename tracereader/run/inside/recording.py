@@ -317,7 +317,8 @@ class Recording:
     def _observe(self):
         flow = os.path.join(self.plan["folder"], f"flow-{self.session.rank}.raw")
         try:
-            self.observer = self.session.load("observing").Observer(self.torch, flow)
+            compiles = self.session.load("measuring").compiled_graphs() > 0
+            self.observer = self.session.load("observing").Observer(self.torch, flow, notes_numbers=not compiles)
             self.flow = flow
         except Exception:  # the trace is complete without it
             self._recorded()
