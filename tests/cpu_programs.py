@@ -423,6 +423,33 @@ def losses_in_each_pass():
     return over_steps(passes, into, cell, head)
 
 
+def scores_subtracted():
+    """Each pass subtracts what its head finds from a score, in place, which no other pass takes."""
+    into, cell, head = nn.Linear(10, 20), nn.GRUCell(20, 16), nn.Linear(16, 3)
+
+    def passes(x):
+        h, score = torch.zeros(6, 16), torch.zeros(6)
+        for one in x.unbind(1):
+            h = cell(into(one).relu(), h)
+            score -= torch.sigmoid(head(h)).sum(1)
+        return [score]
+
+    return over_steps(passes, into, cell, head)
+
+
+def layers_with_a_context():
+    """Each layer of a decoder computes keys of the same context, with weights of its own."""
+    own = [nn.ModuleList(nn.Linear(10, 10) for _ in range(12)) for _ in range(2)]
+
+    def passes(x):
+        context, h = x.mean(1), x[:, 0]
+        for key, layer in zip(*own, strict=True):
+            h = layer(h * torch.tanh(key(context)))
+        return [h]
+
+    return over_steps(passes, *own)
+
+
 def result_fed_back():
     """The head's result is joined to the input of the next pass."""
     cell, head = nn.GRUCell(13, 16), nn.Linear(16, 3)
@@ -948,8 +975,9 @@ PROGRAMS = {
 OBSERVED = (
     times, times_with_layers, last_result_detached, last_result_picked, last_result_without_gradients,
     state_of_an_encoder, own_layers, leaky, layers_around_a_cell, layers_under_autocast, losses_in_each_pass,
-    result_fed_back, image_fed_back, state_without_its_history, average_of_features, state_first, detached_state_first,
-    frozen_state_first, centered_inputs, part_fed_back, fast_weights, update_in_each_pass,
+    scores_subtracted, layers_with_a_context, result_fed_back, image_fed_back, state_without_its_history,
+    average_of_features, state_first, detached_state_first, frozen_state_first, centered_inputs, part_fed_back,
+    fast_weights, update_in_each_pass,
 )  # fmt: skip
 APART, WITH_MODULES = ("float64", "indices"), ("module_calls", "joined_passes")
 

@@ -102,6 +102,7 @@ EXPECTED = {
     "layers_around_a_cell": {"before": "linear relu linear", "after": "linear tanh linear tanh"},
     "layers_under_autocast": {"before": "linear tanh linear tanh", "after": "linear to"},
     "losses_in_each_pass": {"before": "linear relu", "after": "linear mse_loss add"},
+    "scores_subtracted": {"before": "linear relu", "after": "linear sigmoid sum sub_"},
     "image_fed_back": {"before": "conv2d relu"},  # and not the layer of the last image
     "state_without_its_history": {"before": "linear", "after": "linear"},
     "average_of_features": {"before": "linear mul"},

@@ -22,10 +22,12 @@ from tracereader.trace.types import Flow, flow_of
 
 # What joins the results of passes in any order of the passes, or writes each in its place.
 JOINING = (
-    *ADDS, "aten::cat", "aten::stack", "aten::maximum", "aten::minimum", "aten::logical_or", "aten::logical_and",
-    "aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::index_copy_", "aten::scatter_",
+    *ADDS, "aten::sub", "aten::sub_", "aten::cat", "aten::stack", "aten::maximum", "aten::minimum",
+    "aten::logical_or", "aten::logical_and", "aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_",
+    "aten::index_copy_", "aten::scatter_",
 )  # fmt: skip
 LAYER = re.compile(r"aten::(conv\w*|linear|matmul|mm|bmm|einsum|embedding\w*|\w*attention|lstm|gru)\b").match
+WEIGHTED = re.compile(r"aten::(conv\w*|linear|matmul|mm|_weight_norm)\b").match
 LEAST_OPS = 4  # of a pass, that compute
 ALIKE = 1.5  # times the ops of another pass
 TRIED = 40  # distances between equal ops, the ones with most ops first
@@ -142,10 +144,21 @@ def _parts(passes: Sequence[list[Called]]) -> Iterator[PartOfPasses]:
     if not any(a and b for a, b in zip(follows, feeds, strict=True)):
         yield _whole(passes)
         return
+    if any(map(_have_own_weights, passes[0], passes[1])):
+        return
     for before, apart in ((True, follows), (False, feeds)):
         wanted = [place for place in range(width) if not apart[place] and (before or follows[place])]
         if any(passes[0][place].flow.makes for place in wanted):
             yield PartOfPasses([[calls[place].op for place in wanted] for calls in passes], before, False)
+
+
+def _have_own_weights(one: Called, other: Called) -> bool:
+    """Return whether equal ops of two passes take other tensors from outside the step second, as layers do.
+
+    One call cannot compute what layers with weights of their own compute.
+    """
+    weights = one.flow.reads[1:2] + other.flow.reads[1:2]
+    return bool(WEIGHTED(one.op.name)) and len(set(weights)) == 2 and max(weights) < 0
 
 
 def _few(passes: Sequence[Sequence[Called]]) -> int:
