@@ -23,7 +23,7 @@ from test_opportunities import priced_changes, raw_events
 from torch import nn
 
 from tracereader.changes import equal_passes
-from tracereader.changes.equal_passes import ADDS_UP, AGAIN, OWN_MODEL, loops
+from tracereader.changes.equal_passes import ADDS_UP, AGAIN, OWN_MODEL, UNEQUAL, allowed, loops
 from tracereader.trace import read
 
 
@@ -369,6 +369,32 @@ def test_passes_whose_gradients_add_up_are_parts_of_a_batch_if_none_needs_the_on
     record(cleared, tmp_path / "trace.json", with_modules=True)
     trace = read(tmp_path / "trace.json.gz")
     assert [len(one.starts) for one in loops(trace, trace.steps[-1]) if one.what == ADDS_UP] == found
+
+
+def chains(lengths):
+    """Return a step that trains a cell with both functions of gates on sequences of these lengths in turn."""
+    cell, inputs = nn.Linear(6, 4), [torch.randn(length, 2, 3) for length in lengths]
+
+    def step():
+        cell.zero_grad()
+        for sequence in inputs:
+            h = torch.zeros(2, 3)
+            for x in sequence:
+                gates = cell(torch.cat([h, x], 1))
+                h = torch.tanh(gates[:, :3]) * torch.sigmoid(gates[:, 3:])
+            h.sum().backward()
+
+    return step
+
+
+@pytest.mark.parametrize(("lengths", "at_once"), [((2, 5, 3, 7, 4), True), ((4, 4, 4, 4, 2), False)])
+def test_passes_with_gates_are_parts_of_a_sequence_unless_most_have_numbers_of_ops_of_their_own(
+    tmp_path, lengths, at_once
+):
+    record(chains(lengths), tmp_path / "trace.json", with_modules=True)
+    trace = read(tmp_path / "trace.json.gz")
+    found = [one for one in allowed(trace, trace.steps[-1]) if len(one.starts) == len(lengths)]
+    assert [one.what for one in found] == [UNEQUAL] * at_once
 
 
 def test_an_update_whose_tensors_have_no_recorded_shapes_is_still_one(tmp_path):

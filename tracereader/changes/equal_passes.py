@@ -42,7 +42,7 @@ from tracereader.replay import Graph
 from tracereader.replay.changes import with_cpu_time, with_durations, without_cpu_time, without_work
 from tracereader.trace import Op, Step, Trace, Work, start_of
 from tracereader.trace.grouped import grouped
-from tracereader.trace.intervals import Intervals, minus, union
+from tracereader.trace.intervals import Intervals, length_between, minus, union
 from tracereader.trace.labels import ACCUMULATES, LOADER, OPTIMIZER, OPTIMIZERS
 from tracereader.trace.op_names import ADDS, CUTS, SLICES, TAKES_A_PART
 from tracereader.trace.slices import innermost
@@ -63,6 +63,7 @@ AGAIN = "calls the same model, and takes no other call's result as far as shapes
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
 OWN_SIZE = "calls the same model with an input of another size, and takes no other call's result as far as shapes show"
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
+UNEQUAL = f"{ADDS_UP}, with its own number of ops"  # such as one tree of several
 # Such as experts, or networks of variables.
 JOINED = "takes no other pass's result as far as gradients or shapes show, and one op joins the results"
 # By what each op reads and makes.
@@ -189,7 +190,7 @@ def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", mos
         f"each of {sum(len(one.starts) for one in same)} passes{each} {same[0].what}{more}",
         how,
         assumed=True,
-        title="" if found[0].ends and found[0].what != ADDS_UP else "compute equal passes at once",
+        title="" if found[0].ends and found[0].what not in (ADDS_UP, UNEQUAL) else "compute equal passes at once",
         most=most,
     )
 
@@ -213,13 +214,13 @@ def larger_batch(case: Case) -> Proposal | None:
 def _within_a_token(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops that may be computed at once in a step that decodes: each token needs the one before it.
 
-    A token calls attention, so the passes of these loops do not.
+    A token calls attention, so the passes of these loops do not if the recording does not decide what they need.
     """
     calls = sorted(op.start for op in attention_calls(step))
     within = [
         one for one in all_loops(trace, step) if bisect.bisect(calls, one.starts[0]) == bisect.bisect(calls, one.end)
     ]
-    return _allowed(trace, step, _without_overlaps(within))
+    return _decided_or_allowed(trace, step, _without_overlaps(within))
 
 
 def all_in_one(case: Case, in_steps: Sequence[Sequence[Loop]], typical: Sequence[Loop], how: str) -> Proposal:
@@ -322,8 +323,12 @@ def all_but_the_last(case: Case, step: Step, loop: Loop) -> tuple[list[tuple[tup
 @kept_by_step
 def allowed(trace: Trace, step: Step) -> list[Loop]:
     """Return the loops of a step whose passes may be computed at once, as far as the trace shows."""
+    return _decided_or_allowed(trace, step, loops(trace, step))
+
+
+def _decided_or_allowed(trace: Trace, step: Step, found: Sequence[Loop]) -> list[Loop]:
     decided = [one for one in by_flow(step, whole=True) if is_allowed(trace, step, one)]
-    guessed = [one for one in loops(trace, step) if not any(map(one.overlaps, decided))]
+    guessed = [one for one in found if not any(map(one.overlaps, decided))]
     return sorted([*decided, *_allowed(trace, step, guessed)], key=lambda one: one.starts)
 
 
@@ -356,7 +361,9 @@ def _allowed(trace: Trace, step: Step, found: Sequence[Loop]) -> list[Loop]:
     return [
         loop
         for loop in found
-        if is_allowed(trace, step, loop) and not _recurs(step, loop) and not hand_on(step, loop.starts, loop.end)
+        if is_allowed(trace, step, loop)
+        and (loop.what == UNEQUAL or not _recurs(step, loop))
+        and not hand_on(step, loop.starts, loop.end)
     ]
 
 
@@ -367,7 +374,7 @@ def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
     of their own. No update lies between parts of a batch.
     """
     work = _launched_from(trace, step, loop.last)[1]
-    names = () if loop.what in (OWN_MODEL, ADDS_UP) else (LOADER, OPTIMIZERS)
+    names = () if loop.what in (OWN_MODEL, ADDS_UP, UNEQUAL) else (LOADER, OPTIMIZERS)
     apart = outermost_named(step, lambda name: name.startswith(names))
     apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
     is_between = any(loop.starts[0] <= op.start < loop.starts[-1] for op in apart)
@@ -398,12 +405,16 @@ def loops(trace: Trace, step: Step) -> list[Loop]:
 
 
 def _without_overlaps(found: Sequence[Loop]) -> list[Loop]:
-    kept: list[Loop] = []
-    # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
-    for loop in sorted(
-        found,
-        key=lambda one: (one.what == ADDS_UP, -len(one.starts), one.what != OWN_MODEL, one.starts),
-    ):
+    batches = [one for one in found if one.what in (ADDS_UP, UNEQUAL)]
+    inside, kept = union((one.starts[0], one.end) for one in found if one not in batches), []
+
+    def order(one: Loop) -> tuple:
+        """The loop with most passes is the innermost one; of equal ones the first to start has the whole pass."""
+        mostly_inside = 2 * length_between(inside, one.starts[0], one.end) > one.end - one.starts[0]
+        first = (mostly_inside - 0.5) * (one in batches)  # if other loops have little of their time
+        return first, -len(one.starts), one.what != OWN_MODEL, one.starts
+
+    for loop in sorted(found, key=order):
         if not any(map(loop.overlaps, kept)):
             kept.append(loop)
     return sorted(kept, key=lambda one: one.starts)
@@ -701,7 +712,9 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
     starts, ends = zip(*run, strict=True)
     updates = outermost_named(step, lambda name: name.startswith(OPTIMIZERS))
     if not any(starts[0] <= op.start < starts[-1] for op in updates):
-        yield Loop(starts, ends[-1], ADDS_UP, ends[:-1])
+        places = [bisect.bisect(ops, start, key=start_of) for start in starts]
+        lengths = {two - one for one, two in pairwise(places)}  # parts of a sequence are of one or two
+        yield Loop(starts, ends[-1], UNEQUAL if 2 * len(lengths) > len(places) > 3 else ADDS_UP, ends[:-1])
 
 
 def _uses(step: Step, op: Op, shapes: Container[str]) -> bool:
