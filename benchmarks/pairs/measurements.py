@@ -580,7 +580,7 @@ def moving_pictures(change):
 
 
 PROGRAMS = {
-    crop_seasons: {"dates_together": "loop_inputs", "scale_on_gpu": "python", "autocast_bf16": "half_precision",
+    crop_seasons: {"dates_together": "larger_batch", "scale_on_gpu": "python", "autocast_bf16": "half_precision",
                    "channels_last": "channels_last", "loss_stays_on_gpu": "remove_sync"},
     cautious_robot: {"replay_on_gpu": "", "critics_together": "larger_batch", "whole_step_graph": "cuda_graph",
                      "fused_adam": "fused_optimizer", "tf32": "tf32"},

@@ -40,7 +40,7 @@ MODULES = (
     "vision", "language", "other", "loops", "kinds", "users", "research", "products", "several_inputs", "everyday",
     "services", "teams", "trades", "turns", "institutions", "measurements", "recurrent", "mainstream",
     "projects", "practice", "repositories", "labs", "makers", "stations", "studios", "workshops",
-    "halls", "stages", "sheds", "barns", "yards", "docks", "quays", "piers", "wharves",
+    "halls", "stages", "sheds", "barns", "yards", "docks", "quays", "piers", "wharves", "looms", "kilns",
 )  # fmt: skip
 # Programs of one tier may share a group. The first ones need only torch, the next ones other libraries.
 TIERS = (

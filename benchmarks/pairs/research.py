@@ -696,7 +696,8 @@ def mixture_language_model(change):
 
 
 PROGRAMS = {
-    speech_decoder: {"at_once": "loop_inputs", "keys_once": "", "compile": "fuse_pointwise", "graph": "cuda_graph"},
+    speech_decoder: {"at_once": "loop_inputs", "keys_once": "compute_once", "compile": "fuse_pointwise",
+                     "graph": "cuda_graph"},
     momentum_contrast: {"augment_at_once": "larger_batch", "foreach_average": "update_graph", "graph": "cuda_graph",
                         "bf16": "half_precision"},
     optical_flow: {"bf16": "half_precision", "channels_last": "channels_last", "compile": "fuse_pointwise",

@@ -603,7 +603,7 @@ def scan_registration(change):
 
 
 PROGRAMS = {
-    dictation: {"static_graph": "static_cache", "cross_once": "", "bf16": "half_precision",
+    dictation: {"static_graph": "static_cache", "cross_once": "compute_once", "bf16": "half_precision",
                 "seldom_ask": "remove_sync"},
     form_reader: {"one_batch": "larger_batch", "half": "half_precision", "graph": "cuda_graph",
                   "pinned": "overlap_copies"},
@@ -614,5 +614,6 @@ PROGRAMS = {
     argon_box: {"compile": "fuse_pointwise", "formula": "", "float32": "single_precision", "no_item": "remove_sync"},
     weather_forecast: {"bf16": "half_precision", "tf32": "tf32", "sdpa": "fused_attention", "constants_once": ""},
     pendulum_evolution: {"together": "larger_batch", "graph": "cuda_graph", "no_item": "remove_sync", "tf32": "tf32"},
-    scan_registration: {"separable": "", "fixed_once": "", "graph": "cuda_graph", "fused": "fused_optimizer"},
+    scan_registration: {"separable": "", "fixed_once": "compute_once", "graph": "cuda_graph",
+                        "fused": "fused_optimizer"},
 }  # fmt: skip

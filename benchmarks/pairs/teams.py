@@ -816,6 +816,6 @@ PROGRAMS = {
                      "bf16": "half_precision", "two_sentences": ("double_batch", 2)},
     tiled_restoration: {"tiles_at_once": "larger_batch", "graph": "cuda_graph", "compile": "fuse_pointwise",
                         "blend_on_gpu": "python", "channels_last": "channels_last"},
-    kalman_tracks: {"gains_ahead": "", "closed_form": "", "compile": "fuse_pointwise", "float32": "single_precision",
-                    "tracks_x2": ("double_batch", 2)},
+    kalman_tracks: {"gains_ahead": "compute_once", "closed_form": "", "compile": "fuse_pointwise",
+                    "float32": "single_precision", "tracks_x2": ("double_batch", 2)},
 }  # fmt: skip
