@@ -194,8 +194,7 @@ def compile_flex(case: Case) -> Proposal | None:
     runs = grouped((call, entry) for entry in case.activities if (call := case.in_flex.get(id(entry[0].launch))))
     groups, before, backward = [], 0.0, 0
     for call, run in runs.items():
-        two_bytes = _type_of_flex(call) in TWO_BYTES
-        us = sum(_fused_product_us(one, two_bytes, case.peaks) for one, _ in _products(run))
+        us = _fused_us(call, [one for one, _ in _products(run)], case.peaks)
         spent = sum(one.us for _, one, _ in run)
         if 0 < us < spent:
             groups.append(([work for work, _, _ in run], us))
@@ -227,16 +226,12 @@ def _is_flex_backward(call: Op) -> bool:
     return call.name != FLEX_ATTENTION and call.name.startswith(FLEX_ATTENTION)
 
 
-def _type_of_flex(call: Op) -> str:
-    """Return the type of queries, keys and values. The products are in fp32 if it is shorter."""
+def _fused_us(call: Op, products: Sequence[GpuWork], peaks: Peaks | None) -> float:
+    """Return the time (µs) of products in a kernel for the type of the queries. They are in fp32 if it is shorter."""
     of_op = [type_of(op) for op in call.walk() if op.name.startswith(FLEX_ATTENTION)]
-    return next(filter(None, of_op or map(type_of, call.walk())), "")
-
-
-def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
-    if one.product is None or peaks is None:
-        return one.us
-    return one.product.flops / (prices.ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
+    two_bytes = next(filter(None, of_op or map(type_of, call.walk())), "") in TWO_BYTES
+    rate = prices.ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32) * 1e6 if peaks is not None else 0
+    return sum(one.us if one.product is None or not rate else one.product.flops / rate for one in products)
 
 
 def _products(run: Sequence[Entry]) -> list[tuple[GpuWork, Op]]:

@@ -13,7 +13,6 @@ from tracereader.figures.steps import labels, ops_recorded
 from tracereader.findings.finding import duration, listed
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.replay.changes import spans_of, with_cpu_time, without_cpu_time
-from tracereader.trace import Op
 from tracereader.trace.grouped import grouped, totals
 from tracereader.trace.intervals import length, union
 from tracereader.trace.labels import LOADER, is_phase
@@ -129,18 +128,16 @@ def _where(
     """
     longest = max(found, key=lambda one: one.us)
     several = f" in {len(found)} {what}, the longest ({duration(longest.us)})" if len(found) > 1 else ""
-    label = _covering([one for step in (case.step, *case.steps) for one in step.labels], longest.start, longest.end)
-    covered = f", in the annotation {label}" if label else ""
+    covering = [
+        one
+        for one in (label for step in (case.step, *case.steps) for label in step.labels if is_phase(label.name))
+        if 2 * (min(one.end, longest.end) - max(one.start, longest.start)) > longest.end - longest.start
+    ]
+    covered = f", in the annotation {min(covering, key=lambda one: one.dur).name}" if covering else ""
     functions = _functions_in(case, spans)
     inside = f", in {listed(functions)}" if functions else ""
     between = f"between {longest.before} and {longest.after}"
     return f"{duration(sum(one.us for one in found))}{some}{several} {between}{covered}{inside}"
-
-
-def _covering(labels: Iterable[Op], start: int, end: int) -> str:
-    """Return the shortest annotation of the user that covers most of an interval (ns); "" without one."""
-    most = [op for op in labels if 2 * (min(op.end, end) - max(op.start, start)) > end - start and is_phase(op.name)]
-    return min(most, key=lambda op: op.dur).name if most else ""
 
 
 def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:

@@ -76,7 +76,8 @@ def parts_without_other_passes(step: Step) -> list[PartOfPasses]:
     keys: dict[tuple, int] = {}
     tokens = [keys.setdefault((one.op.name, str(one.op.inputs.recorded)), len(keys)) for one in calls]
     found = [part for run in _equal_passes(calls, tokens) for part in _parts(run)]
-    found += [_whole(run) for run in _alike_passes(calls, tokens) if _computes(run) and _needs_no_other(run)]
+    alike = [run for run in _alike_passes(calls, tokens) if _computes(run)]
+    found += [_whole(run) for run in alike if max(_behind_and_ahead(run)[0]) <= min(2, _few(run))]
     found.sort(key=lambda part: -sum(map(len, part.ops[1:])))
     kept: list[PartOfPasses] = []
     taken: set[int] = set()
@@ -129,11 +130,6 @@ def _whole(passes: Sequence[Sequence[Called]]) -> PartOfPasses:
     return PartOfPasses([[one.op for one in calls] for calls in passes], True, True)
 
 
-def _needs_no_other(passes: Sequence[Sequence[Called]]) -> bool:
-    """Return whether hardly any pass lies behind an op: the first op of a loop may be counted as the last one."""
-    return max(_behind_and_ahead(passes)[0]) <= min(2, _few(passes))
-
-
 def _parts(passes: Sequence[list[Called]]) -> Iterator[PartOfPasses]:
     """Yield the parts of passes that need no other pass: what feeds the passes, what they feed, or all of them."""
     if not _computes(passes):
@@ -144,21 +140,13 @@ def _parts(passes: Sequence[list[Called]]) -> Iterator[PartOfPasses]:
     if not any(a and b for a, b in zip(follows, feeds, strict=True)):
         yield _whole(passes)
         return
-    if any(map(_have_own_weights, passes[0], passes[1])):
-        return
+    weights = [[one.flow.reads[1] for one in calls if WEIGHTED(one.op.name)] for calls in passes[:2]]
+    if any(a != b and max(a, b) < 0 for a, b in zip(*weights, strict=True)):
+        return  # a layer with weights of its own, from outside the step: one call cannot compute what all do
     for before, apart in ((True, follows), (False, feeds)):
         wanted = [place for place in range(width) if not apart[place] and (before or follows[place])]
         if any(passes[0][place].flow.makes for place in wanted):
             yield PartOfPasses([[calls[place].op for place in wanted] for calls in passes], before, False)
-
-
-def _have_own_weights(one: Called, other: Called) -> bool:
-    """Return whether equal ops of two passes take other tensors from outside the step second, as layers do.
-
-    One call cannot compute what layers with weights of their own compute.
-    """
-    weights = one.flow.reads[1:2] + other.flow.reads[1:2]
-    return bool(WEIGHTED(one.op.name)) and len(set(weights)) == 2 and max(weights) < 0
 
 
 def _few(passes: Sequence[Sequence[Called]]) -> int:

@@ -44,9 +44,10 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
     """Return what a recording can decide. usual: the typical step."""
     quality = trace.quality
     before, after = _around(trace)
+    cold = quality.cold_in(usual) if length(cold_spans(trace, usual)) else ()
     return Recording(
         **{name: getattr(quality, name) for name in Records.__struct_fields__},
-        cold_us=_cold_us(trace, usual),
+        cold_us=dict(totals((one.what, (one.end - one.start) / 1e3) for one in cold).most_common()),
         earlier_us=quality.earlier.ns / 1e3 if quality.earlier is not None else 0.0,
         before_us=before / 1e3,
         after_us=after / 1e3,
@@ -54,13 +55,6 @@ def recording_of(trace: Trace, usual: Step) -> Recording:
         mixed=_two_kinds(trace),
         outlier=next((step.name for step in trace.steps if step.start == quality.outlier), None),
     )
-
-
-def _cold_us(trace: Trace, usual: Step) -> dict[str, float]:
-    """Return the typical step's cold time by kind, the longest first; the sum may exceed that of one thread."""
-    if not length(cold_spans(trace, usual)):
-        return {}
-    return dict(totals((one.what, (one.end - one.start) / 1e3) for one in trace.quality.cold_in(usual)).most_common())
 
 
 def _around(trace: Trace) -> tuple[int, int]:
