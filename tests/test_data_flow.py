@@ -5,6 +5,7 @@ same tensors again, takes its part of an input, and computes an output that no l
 """
 
 import itertools
+import random
 
 import msgspec
 import pytest
@@ -102,7 +103,7 @@ EXPECTED = {
     "layers_around_a_cell": {"before": "linear relu linear", "after": "linear tanh linear tanh"},
     "layers_under_autocast": {"before": "linear tanh linear tanh", "after": "linear to"},
     "losses_in_each_pass": {"before": "linear relu", "after": "linear mse_loss add"},
-    "scores_subtracted": {"before": "linear relu", "after": "linear sigmoid sum sub_"},
+    "scores_subtracted": {"before": "matmul matmul linear relu", "after": "linear sigmoid sum sub_"},
     "image_fed_back": {"before": "conv2d relu"},  # and not the layer of the last image
     "state_without_its_history": {"before": "linear", "after": "linear"},
     "average_of_features": {"before": "linear mul"},
@@ -126,6 +127,31 @@ def test_only_what_needs_no_other_pass_is_a_part_of_its_own(program, tmp_path):
         assert kind not in found and len(part.ops) == 12
         found[kind] = " ".join(op.name.removeprefix("aten::") for op in part.ops[0] if id(op) in making)
     assert found == EXPECTED.get(program.__name__, {})
+
+
+@pytest.mark.parametrize(("changes", "is_known"), [(9, True), (300, False)])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_ops_that_differ_from_step_to_step_hide_the_others_only_if_they_are_most(
+    tmp_path, changes, is_known, at_the_end
+):
+    """As random changes of images do."""
+    program, number, image = OBSERVED[0](), itertools.count(), torch.ones(3, 3)
+
+    def change():
+        chosen = random.Random(next(number))
+        for _ in range(changes):
+            chosen.choice([image.flip, image.roll])(1, 0)
+
+    def step():
+        for one in (program, change) if at_the_end else (change, program):
+            one()
+
+    record(step, tmp_path / "trace.json")
+    observe(tmp_path / "flow", step, step, step)
+    flow.put_into(tmp_path / "trace.json.gz", tmp_path / "flow")
+    last = read(tmp_path / "trace.json.gz").steps[-1]
+    assert [part.whole for part in parts_without_other_passes(last)] == [True] * is_known
+    assert bool(calls_with_flow(last)) == is_known
 
 
 def test_writing_in_place_makes_new_contents(tmp_path):

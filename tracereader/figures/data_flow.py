@@ -140,8 +140,8 @@ def _parts(passes: Sequence[list[Called]]) -> Iterator[PartOfPasses]:
     if not any(a and b for a, b in zip(follows, feeds, strict=True)):
         yield _whole(passes)
         return
-    weights = [[one.flow.reads[1] for one in calls if WEIGHTED(one.op.name)] for calls in passes[:2]]
-    if any(a != b and max(a, b) < 0 for a, b in zip(*weights, strict=True)):
+    weights = [[one.flow.reads[1:2] for one in calls if WEIGHTED(one.op.name)] for calls in passes[:2]]
+    if any(a != b and max(a + b) < 0 for a, b in zip(*weights, strict=True)):
         return  # a layer with weights of its own, from outside the step: one call cannot compute what all do
     for before, apart in ((True, follows), (False, feeds)):
         wanted = [place for place in range(width) if not apart[place] and (before or follows[place])]

@@ -5,6 +5,7 @@ another one takes, and which op computes the same a second time. record-trace re
 observer makes them longer.
 """
 
+import itertools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def put_together(results: Iterable[Mapping[str, object]]) -> None:
 
 
 def put_into(trace: Path, file: Path) -> None:
-    """Give the ops of a trace what they read and make, if steps of the execution trace call the same ops in order."""
+    """Give the ops of a trace what they read and make, as far as steps of the execution trace call the same ones."""
     try:
         observed = flows(msgspec.json.decode(file.read_bytes(), type=_Trace).nodes)
     except msgspec.DecodeError:  # another process wrote into the file, too
@@ -88,14 +89,27 @@ def put_into(trace: Path, file: Path) -> None:
     changed = False
     for lane in (lane for _, lanes in shapes.ops_by_step(document) for lane in lanes):
         ops = [op for op in lane if not op["name"].startswith(NO_OPS)]
-        names = [op["name"] for op in ops]
-        found = (one for step in reversed(observed) for one in step if [name for name, _ in one] == names)
-        for op, (_, known) in zip(ops, next(found, ()), strict=False):
+        for op, (_, known) in _in_common(ops, [one for step in reversed(observed) for one in step]):
             if known.reads or known.makes:
                 op["args"] = {**op.get("args", {}), **msgspec.to_builtins(known)}
                 changed = True
     if changed:
         shapes.write(trace, document)
+
+
+def _in_common(ops: Sequence[dict], observed: Iterable[Sequence[tuple[str, Flow]]]) -> list[tuple[dict, tuple]]:
+    """Return most of the ops, each with the observed one that is like it: all, or those at the beginning or the end.
+
+    In between, a program may change images at random. Only one stretch is returned: beside another one, it would look
+    as if nothing led from one to the other.
+    """
+    most: list[tuple[dict, tuple]] = []
+    for some in observed:
+        for turn in (1, -1):
+            pairs = zip(ops[::turn], some[::turn], strict=False)
+            same = list(itertools.takewhile(lambda pair: pair[0]["name"] == pair[1][0], pairs))
+            most = max(most, same, key=len)
+    return most if 2 * len(most) > len(ops) else []
 
 
 def flows(nodes: Iterable[_Node]) -> list[list[list[tuple[str, Flow]]]]:
