@@ -243,6 +243,7 @@ def passes_of(events, mark):
         ("gpt_pretraining", "one_large_batch", 0.11),
         ("court_summaries", "whole_batch", 0.17),
         ("character_model", "whole_batch", 0.05),
+        ("packed_pretraining", "larger_microbatches", 0.06),  # whose loops inside have little of the time
     ],
 )
 def test_the_parts_of_a_batch_whose_gradients_add_up_are_computed_at_once(program, variant, within):
