@@ -154,6 +154,13 @@ def test_ops_that_differ_from_step_to_step_hide_the_others_only_if_they_are_most
     assert bool(calls_with_flow(last)) == is_known
 
 
+def test_a_thread_with_few_ops_is_not_like_one_that_begins_with_these():
+    ops = [{"name": name} for name in ("aten::ones", "aten::add", "aten::mul")]
+    observed = [(one["name"], flow.Flow([], [number])) for number, one in enumerate(ops)]
+    assert flow._in_common(ops, [observed]) == list(zip(ops, observed, strict=True))
+    assert flow._in_common(ops[:1], [observed]) == []
+
+
 def test_writing_in_place_makes_new_contents(tmp_path):
     tensor, other = torch.zeros(4), torch.ones(4)
 

@@ -100,6 +100,7 @@ def put_into(trace: Path, file: Path) -> None:
 def _in_common(ops: Sequence[dict], observed: Iterable[Sequence[tuple[str, Flow]]]) -> list[tuple[dict, tuple]]:
     """Return most of the ops, each with the observed one that is like it: all, or those at the beginning or the end.
 
+    They are most of the observed step's ops on a thread, too, so that a short thread is not like each longer one.
     In between, a program may change images at random. Only one stretch is returned: beside another one, it would look
     as if nothing led from one to the other.
     """
@@ -108,8 +109,9 @@ def _in_common(ops: Sequence[dict], observed: Iterable[Sequence[tuple[str, Flow]
         for turn in (1, -1):
             pairs = zip(ops[::turn], some[::turn], strict=False)
             same = list(itertools.takewhile(lambda pair: pair[0]["name"] == pair[1][0], pairs))
-            most = max(most, same, key=len)
-    return most if 2 * len(most) > len(ops) else []
+            if 2 * len(same) > max(len(ops), len(some)):
+                most = max(most, same, key=len)
+    return most
 
 
 def flows(nodes: Iterable[_Node]) -> list[list[list[tuple[str, Flow]]]]:
