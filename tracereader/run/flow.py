@@ -85,11 +85,12 @@ def put_into(trace: Path, file: Path) -> None:
         observed = flows(msgspec.json.decode(file.read_bytes(), type=_Trace).nodes)
     except msgspec.DecodeError:  # another process wrote into the file, too
         return
+    threads = [one for step in reversed(observed) for one in step]
     document = msgspec.json.decode(shapes.content(trace))
     changed = False
     for lane in (lane for _, lanes in shapes.ops_by_step(document) for lane in lanes):
         ops = [op for op in lane if not op["name"].startswith(NO_OPS)]
-        for op, (_, known) in _in_common(ops, [one for step in reversed(observed) for one in step]):
+        for op, (_, known) in _in_common(ops, threads):
             if known.reads or known.makes:
                 op["args"] = {**op.get("args", {}), **msgspec.to_builtins(known)}
                 changed = True
