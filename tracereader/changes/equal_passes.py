@@ -63,7 +63,8 @@ AGAIN = "calls the same model, and takes no other call's result as far as shapes
 OWN_INDICES = "calls the same model with tokens or other indices of its own"  # such as two answers
 OWN_SIZE = "calls the same model with an input of another size, and takes no other call's result as far as shapes show"
 ADDS_UP = "adds to the gradients of one model, before one update"  # a batch in parts
-UNEQUAL = f"{ADDS_UP}, with its own number of ops"  # such as one tree of several
+UNEQUAL = f"{ADDS_UP}, and most passes differ in their number of ops"  # as those of trees do
+IN_PARTS = (ADDS_UP, UNEQUAL)
 # Such as experts, or networks of variables.
 JOINED = "takes no other pass's result as far as gradients or shapes show, and one op joins the results"
 # By what each op reads and makes.
@@ -190,7 +191,7 @@ def _proposed(graph: Graph, found: Sequence[Loop], how: str, more: str = "", mos
         f"each of {sum(len(one.starts) for one in same)} passes{each} {same[0].what}{more}",
         how,
         assumed=True,
-        title="" if found[0].ends and found[0].what not in (ADDS_UP, UNEQUAL) else "compute equal passes at once",
+        title="" if found[0].ends and found[0].what not in IN_PARTS else "compute equal passes at once",
         most=most,
     )
 
@@ -374,7 +375,7 @@ def is_allowed(trace: Trace, step: Step, loop: Loop) -> bool:
     of their own. No update lies between parts of a batch.
     """
     work = _launched_from(trace, step, loop.last)[1]
-    names = () if loop.what in (OWN_MODEL, ADDS_UP, UNEQUAL) else (LOADER, OPTIMIZERS)
+    names = () if loop.what in (OWN_MODEL, *IN_PARTS) else (LOADER, OPTIMIZERS)
     apart = outermost_named(step, lambda name: name.startswith(names))
     apart += [op for op in step.named("aten::batch_norm".__eq__) if op.inputs.concrete[5:6] != ["False"]]
     is_between = any(loop.starts[0] <= op.start < loop.starts[-1] for op in apart)
@@ -405,16 +406,14 @@ def loops(trace: Trace, step: Step) -> list[Loop]:
 
 
 def _without_overlaps(found: Sequence[Loop]) -> list[Loop]:
-    batches = [one for one in found if one.what in (ADDS_UP, UNEQUAL)]
-    inside, kept = union((one.starts[0], one.end) for one in found if one not in batches), []
-
-    def order(one: Loop) -> tuple:
-        """The loop with most passes is the innermost one; of equal ones the first to start has the whole pass."""
-        mostly_inside = 2 * length_between(inside, one.starts[0], one.end) > one.end - one.starts[0]
-        first = (mostly_inside - 0.5) * (one in batches)  # if other loops have little of their time
-        return first, -len(one.starts), one.what != OWN_MODEL, one.starts
-
-    for loop in sorted(found, key=order):
+    # The loop with most passes is the innermost one; of equal ones the first to start has the whole pass.
+    order = sorted(found, key=lambda one: (-len(one.starts), one.what != OWN_MODEL, one.starts))
+    batch, others = ([one for one in order if (one.what in IN_PARTS) is wanted] for wanted in (True, False))
+    times = union((one.starts[0], one.end) for one in others)
+    # A batch in parts comes first, unless other loops take most of its time.
+    is_last = any(2 * length_between(times, one.starts[0], one.end) > one.end - one.starts[0] for one in batch)
+    kept: list[Loop] = []
+    for loop in [*others, *batch] if is_last else [*batch, *others]:
         if not any(map(loop.overlaps, kept)):
             kept.append(loop)
     return sorted(kept, key=lambda one: one.starts)
@@ -690,7 +689,7 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
     if len(begins) < 2 or not adding or any(step.named(KEEPS_A_STATE)):
         return
     passes = grouped((bisect.bisect(begins, node.start), node) for node in backward_nodes(step))
-    shapes, run = set(), []  # run: when forward starts and backward ends
+    shapes, run = set(), []  # run: the place of forward's first op, and when backward ends
     for _, nodes in sorted(passes.items()):
         begun = (time for node in nodes for _, time in forwards_of(trace, node))
         taking = [node for node in nodes if node.name == ACCUMULATES]
@@ -708,11 +707,11 @@ def _over_a_batch(trace: Trace, step: Step) -> Iterator[Loop]:
             first, shapes = alike, {*alike[2]}
         if alike != first or not shapes or sum(id(node) in adding for node in taking) != (len(taking) if run else 0):
             return
-        run.append((ops[place].start, max(node.end for node in nodes)))
-    starts, ends = zip(*run, strict=True)
+        run.append((place, max(node.end for node in nodes)))
+    places, ends = zip(*run, strict=True)
+    starts = tuple(ops[place].start for place in places)
     updates = outermost_named(step, lambda name: name.startswith(OPTIMIZERS))
     if not any(starts[0] <= op.start < starts[-1] for op in updates):
-        places = [bisect.bisect(ops, start, key=start_of) for start in starts]
         lengths = {two - one for one, two in pairwise(places)}  # parts of a sequence are of one or two
         yield Loop(starts, ends[-1], UNEQUAL if 2 * len(lengths) > len(places) > 3 else ADDS_UP, ends[:-1])
 
