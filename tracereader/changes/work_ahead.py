@@ -128,9 +128,10 @@ def _where(
     """
     longest = max(found, key=lambda one: one.us)
     several = f" in {len(found)} {what}, the longest ({duration(longest.us)})" if len(found) > 1 else ""
+    phases = (one for step in (case.step, *case.steps) for one in step.labels if is_phase(one.name))
     covering = [
         one
-        for one in (label for step in (case.step, *case.steps) for label in step.labels if is_phase(label.name))
+        for one in phases
         if 2 * (min(one.end, longest.end) - max(one.start, longest.start)) > longest.end - longest.start
     ]
     covered = f", in the annotation {min(covering, key=lambda one: one.dur).name}" if covering else ""
