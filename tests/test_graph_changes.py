@@ -678,6 +678,23 @@ def test_steps_do_the_same_work_on_whichever_streams_and_in_whichever_order(tmp_
     assert summarize(read(on_two_streams(tmp_path / "streams.json", order, rotating))).llm.same_in_all_steps
 
 
+@pytest.mark.parametrize("last", ["kernel", "other"])
+def test_steps_of_many_launches_are_compared_like_others(tmp_path, last):
+    """A simulation launched 21,146 kernels a step, in each step the same, and its graph saved 91%."""
+    events, many = [], 20_500
+    for step in range(2):
+        start = 1e6 * step
+        events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 9e5))
+        for place in range(many):
+            launch, name = step * many + place + 1, last if (step, place) == (1, many - 1) else "kernel"
+            at, on_gpu = start + 10 + 20 * place, {"correlation": launch, "device": 0, "stream": 7}
+            events.append(event("cudaLaunchKernel", "cuda_runtime", at, 5.0, correlation=launch))
+            events.append(event(name, "kernel", at + 8, 5.0, 7, **on_gpu) | {"pid": 0})
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    assert summarize(read(file)).llm.same_in_all_steps == (last == "kernel")
+
+
 def test_activities_of_a_graph_on_two_streams_follow_each_other_without_the_pauses_between_launched_ones(tmp_path):
     """The second kernel waits for the first one on another stream, and the third one waits for the second."""
     events, pause = [], 30.0

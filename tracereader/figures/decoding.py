@@ -29,7 +29,6 @@ TAKES_WEIGHTS = {
 # The types of weights that are not quantized.
 FLOATS = ("bf16", "fp16", "fp32", "fp64")
 _name = attrgetter("name")
-LOOKED_AT = 20_000  # activities of a step; shapes of a larger step are not compared
 
 
 class Decoding(msgspec.Struct, frozen=True):
@@ -102,12 +101,9 @@ def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Dec
 
 
 def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
-    """Return whether these steps have the same GPU work by names, and some of them by grids and input shapes.
-
-    None for a single step, and for a step without launches or with too many.
-    """
+    """Return whether steps have the same GPU work, by names and partly by shapes; None for one step or no launches."""
     first, *others = steps
-    if not others or not 0 < len(first.work) <= LOOKED_AT:
+    if not others or not first.work:
         return None
     if any(len(step.work) != len(first.work) for step in others):
         return False
