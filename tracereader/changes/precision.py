@@ -41,6 +41,7 @@ LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 LONG_FILTER = 64  # values
+BY_CUDNN = re.compile("conv|cudnn").search  # ops that follow cuDNN's own setting of TF32
 STAY = 0.7  # the share of the fusable kernels that remains at least if the products run on other kernels
 # What torch.autocast computes in fp32, and what in two bytes, after PyTorch's list (aten/src/ATen/autocast_mode.h). Ops
 # in neither list compute in the widest of their inputs' types. rms_norm is left out: not all versions of torch list it.
@@ -94,13 +95,15 @@ def _moved(before: Side, after: Side, wide: Callable[[Side], float], short: Call
     keys=("tf32",),
 )
 def tf32(case: Case) -> Proposal | None:
-    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32, as they do by default."""
+    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32, unless the step shows TF32 is allowed."""
     if case.trace.backend != "cuda" or case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
     of_ffts = {work for some, _ in by_ffts(case, "tf32") for work in some}  # where TF32 is allowed, too
-    for work, one, op in case.activities:
-        if one.family not in MULTIPLY or work in of_ffts or OF_FFTS.search(one.name) or not _on_cuda_cores(one, op):
+    some = [(bool(op and BY_CUDNN(op.name)), *rest, op) for *rest, op in case.activities if rest[1].family in MULTIPLY]
+    allowed = {setting for setting, _, one, _ in some if one.name_says.get("types") == "TF32"}
+    for setting, work, one, op in some:
+        if setting in allowed or work in of_ffts or OF_FFTS.search(one.name) or not _on_cuda_cores(one, op):
             continue
         reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION
         flops = one.flops or one.us * prices.PRODUCT * case.peaks.fp32 * 1e6
