@@ -41,7 +41,6 @@ LONG_OP_US = 10  # on a CPU. Most of a shorter op is the same in any type
 # Families of products, and families whose kernels only move data: with half the bytes they take half the time.
 MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
 LONG_FILTER = 64  # values
-BY_CUDNN = re.compile("conv|cudnn").search  # ops that follow cuDNN's own setting of TF32
 STAY = 0.7  # the share of the fusable kernels that remains at least if the products run on other kernels
 # What torch.autocast computes in fp32, and what in two bytes, after PyTorch's list (aten/src/ATen/autocast_mode.h). Ops
 # in neither list compute in the widest of their inputs' types. rms_norm is left out: not all versions of torch list it.
@@ -100,10 +99,10 @@ def tf32(case: Case) -> Proposal | None:
         return None
     times, spent, kinds = {}, 0.0, set()
     of_ffts = {work for some, _ in by_ffts(case, "tf32") for work in some}  # where TF32 is allowed, too
-    some = [(bool(op and BY_CUDNN(op.name)), *rest, op) for *rest, op in case.activities if rest[1].family in MULTIPLY]
-    allowed = {setting for setting, _, one, _ in some if one.name_says.get("types") == "TF32"}
-    for setting, work, one, op in some:
-        if setting in allowed or work in of_ffts or OF_FFTS.search(one.name) or not _on_cuda_cores(one, op):
+    products = [(work, one, op) for work, one, op in case.activities if one.family in MULTIPLY]
+    allowed = {_by_cudnn(op) for _, one, op in products if op is not None and one.name_says.get("types") == "TF32"}
+    for work, one, op in products:
+        if work in of_ffts or OF_FFTS.search(one.name) or _by_cudnn(op) in allowed or not _on_cuda_cores(one, op):
             continue
         reach = prices.PRODUCT if one.family == "GEMM" else prices.CONVOLUTION
         flops = one.flops or one.us * prices.PRODUCT * case.peaks.fp32 * 1e6
@@ -260,6 +259,11 @@ def _wide_type(one: GpuWork, op: Op | None) -> str:
     if (one.name_says.get("types") or "").lower() == "tf32":
         return "tf32"
     return "fp32" if _on_cuda_cores(one, op) else ""
+
+
+def _by_cudnn(op: Op | None) -> bool | None:
+    """Return whether cuDNN computes an op, and so follows a TF32 setting of its own; None if the op is not recorded."""
+    return None if op is None else "conv" in op.name or "cudnn" in op.name
 
 
 def _on_cuda_cores(one: GpuWork, op: Op | None) -> bool:

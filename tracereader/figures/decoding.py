@@ -105,8 +105,6 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
     first, *others = steps
     if not others or not first.work:
         return None
-    if any(len(step.work) != len(first.work) for step in others):
-        return False
     names = _by_stream(first, map(_name, first.work))
     if any(_by_stream(step, map(_name, step.work)) != names for step in others):
         return False
