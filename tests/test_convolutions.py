@@ -13,7 +13,7 @@ from collections import defaultdict
 import pytest
 from raw_events import raw_steps, raw_work
 from test_kept_promises import base, case_of, saved
-from test_later_workloads import edited, ms, without_shapes
+from test_later_workloads import edited, ms, without_shapes, without_tf32
 from test_opportunities import priced_changes, raw_events
 
 from tracereader.changes import layout, precision, prices
@@ -47,7 +47,7 @@ def of_ffts(path):
 
 
 @pytest.mark.parametrize("program", ["mri_reconstruction", "semi_supervised", "vqvae_train"])
-def test_gradients_by_ffts_are_one_product_each_with_the_channels_last_and_in_bf16(program):
+def test_gradients_by_ffts_are_one_product_each_with_the_channels_last_and_in_bf16(tmp_path, program):
     ffts, case = of_ffts(base(program)), case_of(base(program))
     assert ffts
     us = sum(one["dur"] for some in ffts for one in some)
@@ -62,12 +62,11 @@ def test_gradients_by_ffts_are_one_product_each_with_the_channels_last_and_in_bf
     all_us = sum(
         one["dur"] for some in by_convolution(base(program), "aten::convolution_backward").values() for one in some
     )
-    shown = re.search(
-        r"convolutions.* in fp32 run on CUDA cores: [\d,]+ kernels?, (.*)$", precision.tf32(case).evidence
-    )
+    evidence = precision.tf32(case_of(edited(base(program), tmp_path, without_tf32))).evidence
+    shown = re.search(r"convolutions.* in fp32 run on CUDA cores: [\d,]+ kernels?, (.*)$", evidence)
     forward = by_convolution(base(program), "aten::cudnn_convolution").values()
     all_us += sum(one["dur"] for some in forward for one in some)
-    if "matrix products" not in precision.tf32(case).evidence:
+    if "matrix products" not in evidence:
         assert ms(shown.group(1)) <= (all_us - us) / 1e3
 
 
@@ -126,8 +125,8 @@ def test_ffts_are_no_sign_that_tf32_is_not_allowed_even_if_their_sizes_are_unkno
     assert precision.tf32(case).evidence == precision.tf32(case_of(base("vqvae_train"))).evidence
 
 
-def test_what_multiplies_between_ffts_is_no_product_on_cuda_cores(monkeypatch):
-    case, seen = case_of(base("mri_reconstruction")), {}
+def test_what_multiplies_between_ffts_is_no_product_on_cuda_cores(tmp_path, monkeypatch):
+    case, seen = case_of(edited(base("mri_reconstruction"), tmp_path, without_tf32)), {}
     monkeypatch.setattr(precision, "with_durations", lambda graph, us: seen.update(us) or graph)
     precision.tf32(case)
     between = {work for some, _ in layout.by_ffts(case, "tf32") for work in some}
